@@ -1,0 +1,33 @@
+"""hf_dspark: DSpark speculative decoding for Hugging Face transformers.
+
+Importing it installs the hook, so that `target.generate(**inputs, assistant_model=drafter)` decodes with a
+[`DSparkDrafter`]. Method: https://huggingface.co/papers/2607.05147.
+"""
+
+from .candidate_generator import DSparkCandidateGenerator
+from .configuration_dspark import DSparkConfig
+from .hook import install, uninstall
+from .modeling_dspark import DSparkDrafter
+from .outputs import DSparkGenerateOutput
+from .rounds import DecodingRound, DecodingStats
+from .scheduling import ConfidenceThreshold, FixedLength, Scheduler, ScheduleRequest
+
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ConfidenceThreshold",
+    "DSparkCandidateGenerator",
+    "DSparkConfig",
+    "DSparkDrafter",
+    "DSparkGenerateOutput",
+    "DecodingRound",
+    "DecodingStats",
+    "FixedLength",
+    "ScheduleRequest",
+    "Scheduler",
+    "install",
+    "uninstall",
+]
+
+install()

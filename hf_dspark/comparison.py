@@ -1,0 +1,99 @@
+"""The same prompts, plain and with a drafter: what each run took, and whether the text is the same.
+
+Contract: runs `target.generate` under a clock and counts what came out. A run's seconds are the whole call, prefill
+included; its tokens are counted per row up to and with the end token, so finished rows add nothing. Knows nothing
+about terminals or about how a drafter works.
+
+Shapes: R rows, S prompt length.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationMixin
+
+from .rounds import DecodingStats
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Run:
+    """
+    One timed `generate` call.
+
+    Attributes:
+        new_ids (`list[list[int]]` of length R): New ids of each row, without the padding after its end token.
+        seconds (`float`): Duration of the whole call.
+        stats (`DecodingStats` or `None`): What the drafter did; `None` for a plain run.
+    """
+
+    new_ids: list[list[int]]
+    seconds: float
+    stats: DecodingStats | None
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of all rows."""
+        return sum(len(row) for row in self.new_ids)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens of all rows per second of the whole call."""
+        return self.num_tokens / self.seconds
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Comparison:
+    """A plain run and one with a drafter, on the same prompts."""
+
+    label: str
+    plain: Run
+    drafted: Run
+
+    @property
+    def identical(self) -> bool:
+        """Whether both runs gave the same ids; to be expected of greedy decoding only."""
+        return self.plain.new_ids == self.drafted.new_ids
+
+    @property
+    def speedup(self) -> float:
+        """Tokens per second with the drafter over those without."""
+        return self.drafted.tokens_per_second / self.plain.tokens_per_second
+
+
+def timed_generate(
+    target: GenerationMixin, inputs: Mapping[str, torch.Tensor], *, seed: int = 0, **generate_kwargs: Any
+) -> Run:
+    """
+    Runs and times `target.generate`.
+
+    Args:
+        target (`GenerationMixin`): The target model.
+        inputs (`Mapping[str, torch.Tensor]`): `input_ids` `[R, S]`, left padded, and `attention_mask` `[R, S]`.
+        seed (`int`, *optional*, defaults to 0): Seed of torch's global generator, set before the clock starts.
+        generate_kwargs: For `generate`; a drafter goes in as `assistant_model`.
+    """
+    torch.manual_seed(seed)
+    start_seconds = time.perf_counter()
+    output = target.generate(**inputs, **generate_kwargs, return_dict_in_generate=True)
+    if output.sequences.is_cuda:
+        torch.cuda.synchronize(output.sequences.device)
+    seconds = time.perf_counter() - start_seconds
+    rows = output.sequences[:, inputs["input_ids"].shape[1] :].tolist()
+    end_ids = target.generation_config.eos_token_id
+    end_ids = set(end_ids) if isinstance(end_ids, list) else {end_ids}
+    return Run([_until_end(row, end_ids) for row in rows], seconds, getattr(output, "stats", None))
+
+
+def warm_up(
+    target: GenerationMixin, inputs: Mapping[str, torch.Tensor], drafter: Any, *, max_new_tokens: int = 8
+) -> None:
+    """A few tokens of both kinds, so that no run pays for first touches of weights and kernels."""
+    for assistant in (None, drafter):
+        target.generate(**inputs, assistant_model=assistant, do_sample=False, max_new_tokens=max_new_tokens)
+
+
+def _until_end(ids: list[int], end_ids: set[int]) -> list[int]:
+    return next((ids[: i + 1] for i, token_id in enumerate(ids) if token_id in end_ids), ids)

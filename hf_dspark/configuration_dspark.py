@@ -1,0 +1,186 @@
+"""The drafter's configuration, and the one place that knows how official DeepSpec Qwen3 configs spell it.
+
+Contract: `DSparkConfig` is a Qwen3 backbone config plus what makes it a DSpark drafter: the block, the tapped target
+layers, the Markov head, the confidence head, the draft vocabulary. It validates itself, so a config that exists can be
+built. It knows nothing about weights or about decoding.
+
+Source: https://huggingface.co/papers/2607.05147, section 3.1. Shape legend: K drafts a block, V target vocabulary,
+Vd draft vocabulary, D hidden size, M tapped layers, r Markov rank.
+"""
+
+import os
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from transformers import Qwen3Config
+
+
+HEAD_TYPES = ("vanilla", "gated", "rnn")
+
+
+@strict
+class DSparkConfig(Qwen3Config):
+    r"""
+    Configuration of a [`DSparkDrafter`]. Every field of [`~transformers.Qwen3Config`] describes the draft layers;
+    `hidden_size` must be the target's, since the token embeddings are the target's own.
+
+    Args:
+        block_size (`int`, *optional*, defaults to 7):
+            Slots of one draft block (the paper's gamma): the anchor and `block_size - 1` masks.
+        sample_from_anchor (`bool`, *optional*, defaults to `True`):
+            `True`: layout A, the anchor slot predicts too, so a block drafts K = `block_size` tokens (DeepSpec).
+            `False`: layout B, the anchor slot's output is dropped, K = `block_size - 1` (DFlash).
+        mask_token_id (`int`, *optional*):
+            Token id in the slots that are to be predicted.
+        target_layer_ids (`list[int]`):
+            0-based target layers whose *outputs* are tapped (-1 = the embeddings), in concatenation order.
+        num_target_layers (`int`, *optional*):
+            Decoder layers of the target; bounds `target_layer_ids`.
+        target_hidden_size (`int`, *optional*):
+            Width of the tapped hidden states; defaults to `hidden_size`.
+        markov_rank (`int`, *optional*, defaults to 256):
+            Rank r of the sequential head; 0 switches it off (a DFlash drafter).
+        markov_head_type (`str`, *optional*, defaults to `"vanilla"`):
+            `"vanilla"`, `"gated"` or `"rnn"` (Eq. 4-6).
+        enable_confidence_head (`bool`, *optional*, defaults to `True`):
+            Whether the drafter predicts the survival of its drafts (Eq. 7).
+        confidence_head_with_markov (`bool`, *optional*):
+            Whether the confidence head also reads the Markov embedding; defaults to `markov_rank > 0`.
+        draft_vocab_size (`int`, *optional*):
+            Size Vd of a reduced draft vocabulary. The drafter then owns an `lm_head` of Vd rows and the maps
+            `d2t` / `t2d`. `None` (or the full `vocab_size`) drafts over the target's vocabulary with its head.
+        draft_top_k (`int`, *optional*):
+            Restrict each draft position to the `draft_top_k` largest base logits; the Markov bias is computed for
+            those only. Lossless: tokens outside have draft probability 0.
+        confidence_temperatures (`dict[str, list[float]]`, *optional*):
+            Per-position divisors of the confidence logits, `{"greedy": [K floats], "sampling": [K floats]}`.
+        target_name_or_path (`str`, *optional*):
+            The target this drafter was trained for (information only).
+        target_fingerprint (`str`, *optional*):
+            Hash of that target's config; a different target draws a warning.
+
+    Raises:
+        ValueError: a field contradicts another one; the message says which and what is allowed.
+    """
+
+    model_type = "dspark"
+
+    block_size: int = 7
+    sample_from_anchor: bool = True
+    mask_token_id: int | None = None
+    target_layer_ids: list[int] | None = None
+    num_target_layers: int | None = None
+    target_hidden_size: int | None = None
+    markov_rank: int = 256
+    markov_head_type: str = "vanilla"
+    enable_confidence_head: bool = True
+    confidence_head_with_markov: bool | None = None
+    draft_vocab_size: int | None = None
+    draft_top_k: int | None = None
+    confidence_temperatures: dict[str, list[float]] | None = None
+    target_name_or_path: str | None = None
+    target_fingerprint: str | None = None
+
+    def __post_init__(self, **kwargs: Any):
+        super().__post_init__(**kwargs)
+        if self.target_hidden_size is None:
+            self.target_hidden_size = self.hidden_size
+        if self.target_layer_ids is None:
+            self.target_layer_ids = []
+        if self.confidence_head_with_markov is None:
+            self.confidence_head_with_markov = self.markov_rank > 0
+        if self.draft_vocab_size == self.vocab_size:
+            self.draft_vocab_size = None  # some exporters write the full size: that is no reduction
+        self.check_consistency()
+
+    @property
+    def num_drafts(self) -> int:
+        """Tokens that one block proposes (K)."""
+        return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+    def check_consistency(self) -> None:
+        """Raises `ValueError` for the first pair of fields that contradict each other."""
+        if self.num_drafts < 1:
+            slots = "sample_from_anchor=True" if self.sample_from_anchor else "sample_from_anchor=False"
+            raise ValueError(f"block_size={self.block_size} with {slots} drafts no token; raise block_size")
+        self._check_heads()
+        self._check_vocabulary()
+        if any(kind != "full_attention" for kind in self.layer_types or ()):
+            raise ValueError(f"draft layers must all be 'full_attention', got layer_types={self.layer_types}")
+        self.check_target_layers(self.num_target_layers)
+        for mode, temperatures in (self.confidence_temperatures or {}).items():
+            if mode not in ("greedy", "sampling"):
+                raise ValueError(f"confidence_temperatures has the key {mode!r}; allowed are 'greedy' and 'sampling'")
+            if len(temperatures) != self.num_drafts or any(t <= 0 for t in temperatures):
+                raise ValueError(
+                    f"confidence_temperatures[{mode!r}] must hold {self.num_drafts} positive numbers, one for each "
+                    f"draft position, got {temperatures}"
+                )
+
+    def check_target_layers(self, num_layers: int | None) -> None:
+        """Raises `ValueError` unless every tapped layer exists in a target of `num_layers` and is not its last."""
+        for layer in self.target_layer_ids:
+            if layer < -1 or (num_layers is not None and layer >= num_layers):
+                limit = "" if num_layers is None else f" and below the target's {num_layers} layers"
+                raise ValueError(f"target_layer_ids={self.target_layer_ids}: {layer} must be at least -1{limit}")
+            if num_layers is not None and layer == num_layers - 1:
+                raise ValueError(
+                    f"target_layer_ids={self.target_layer_ids} taps the target's last layer {layer}: its entry in "
+                    f"`hidden_states` is taken after the final norm; use layers up to {num_layers - 2}"
+                )
+
+    def _check_heads(self) -> None:
+        if self.markov_rank < 0:
+            raise ValueError(f"markov_rank={self.markov_rank} must be 0 (no sequential head) or positive")
+        if self.markov_head_type not in HEAD_TYPES:
+            raise ValueError(f"markov_head_type={self.markov_head_type!r} must be one of {HEAD_TYPES}")
+        if self.enable_confidence_head and self.confidence_head_with_markov and self.markov_rank == 0:
+            raise ValueError(
+                "confidence_head_with_markov=True needs a Markov embedding, but markov_rank=0; set "
+                "confidence_head_with_markov=False or a positive markov_rank"
+            )
+        if self.markov_rank and self.markov_head_type == "rnn" and not self.sample_from_anchor:
+            raise ValueError(
+                "markov_head_type='rnn' has no defined decoding with sample_from_anchor=False (layout B); use "
+                "'vanilla' or 'gated', or layout A"
+            )
+
+    def _check_vocabulary(self) -> None:
+        if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(f"mask_token_id={self.mask_token_id} is not a row of a vocabulary of {self.vocab_size}")
+        if self.draft_vocab_size is not None and not 0 < self.draft_vocab_size < self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size={self.draft_vocab_size} must be between 1 and vocab_size={self.vocab_size}"
+            )
+        if self.draft_top_k is not None and self.draft_top_k < 1:
+            raise ValueError(f"draft_top_k={self.draft_top_k} must be at least 1, or None for no restriction")
+
+    @classmethod
+    def get_config_dict(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs):
+        config_dict, unused = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        return from_published(config_dict), unused
+
+
+def from_published(config_dict: dict[str, Any]) -> dict[str, Any]:
+    """
+    A published drafter's config in `DSparkConfig` terms: ours as it is, an official DeepSpec Qwen3 one (which calls
+    itself `model_type: qwen3`, https://huggingface.co/deepseek-ai) renamed.
+
+    Raises:
+        ValueError: the config is of no layout that is read here; the message says what was found.
+    """
+    if not config_dict or config_dict.get("model_type") == DSparkConfig.model_type:
+        return config_dict
+    architectures = config_dict.get("architectures") or []
+    if "Qwen3DSparkModel" in architectures:
+        renamed = {key: value for key, value in config_dict.items() if key != "auto_map"}
+        return renamed | {"model_type": DSparkConfig.model_type, "architectures": ["DSparkDrafter"]}
+    found = {
+        key: config_dict[key]
+        for key in ("model_type", "architectures", "speculators_model_type", "dflash_config")
+        if key in config_dict
+    }
+    raise ValueError(
+        f"not a drafter layout that this version reads: {found or 'no model_type and no architectures'}. Read are "
+        "hf_dspark folders (model_type 'dspark') and DeepSpec Qwen3 folders (architectures ['Qwen3DSparkModel'])"
+    )

@@ -1,0 +1,333 @@
+"""The decoding loop: prefill, then rounds of draft -> schedule -> verify -> commit, every row in one packed forward.
+
+Contract: `decode` is what `generate(assistant_model=drafter)` runs instead of transformers' own loop. A run's state lives
+in one `Decoder`, made for the call; models keep none of it. Between scheduling and verification the batch is frozen; the
+stop cut is made before anything else sees the tokens.
+
+Source: https://huggingface.co/papers/2607.05147, section 3 and Figure 2. Shape legend: R active rows, S prompt width,
+K draft positions, N packed tokens of one verification (`sum(1 + l_r)`), M tapped layers, Dt target hidden, V vocabulary.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+
+from .drafting import Drafts, DraftSession
+from .kept_cache import remember_context
+from .modeling_dspark import DSparkDrafter
+from .outputs import DSparkGenerateOutput, GenerationRecord
+from .packed import packed_forward
+from .prefill import prefill
+from .processors import RowProcessors
+from .rounds import DecodingRound, DecodingStats
+from .scheduling import FixedLength, Scheduler, ScheduleRequest
+from .stopping import StopChecker
+from .target import TargetView
+from .verification import RandomSource, Verdict, verify_greedy, verify_sampling
+
+
+class Row:
+    """One row of the batch, on the host: what it generated, and the position of its newest token, the anchor."""
+
+    __slots__ = ("index", "anchor_position", "new_ids")
+
+    def __init__(self, index: int, anchor_position: int):
+        self.index, self.anchor_position = index, anchor_position
+        self.new_ids: list[int] = []
+
+    @property
+    def anchor_id(self) -> int:
+        return self.new_ids[-1]
+
+
+class Decoder:
+    """
+    One `generate` call over a batch.
+
+    Args:
+        target ([`~transformers.PreTrainedModel`]): The model whose text is wanted; must pass `supports_packed`.
+        drafter ([`DSparkDrafter`]): The drafter view; its options decide schedule, limits, callback and randomness.
+        input_ids (`torch.LongTensor` of shape `[R, S]`): Left-padded prompts.
+        logits_processor, stopping_criteria, generation_config, model_kwargs, streamer: As `generate` prepared them.
+        random_source ([`RandomSource`], *optional*): All randomness; made from the view's generator by default.
+
+    Raises:
+        ValueError: Drafter, target, scheduler and arguments do not fit each other.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        drafter: DSparkDrafter,
+        input_ids: torch.LongTensor,
+        *,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        streamer: Any = None,
+        random_source: RandomSource | None = None,
+    ):
+        options, block = drafter.options, drafter.config.num_drafts
+        self.target, self.input_ids, self.streamer = target, input_ids, streamer
+        self.config, self.model_kwargs = generation_config, model_kwargs
+        self.view = TargetView(target, drafter)
+        self.scheduler: Scheduler = options.scheduler or FixedLength()
+        if self.scheduler.requires_confidence and drafter.confidence_head is None:
+            raise ValueError(
+                f"{self.scheduler} needs a drafter with a confidence head, but this one has none; use FixedLength"
+            )
+        self.draft_length = min(self.scheduler.draft_length(block), options.max_draft_tokens or block)
+        self.on_round = options.on_round
+        self.logits_processor = logits_processor
+        self.processors = RowProcessors(logits_processor, len(input_ids))
+        self.stops = StopChecker(stopping_criteria)
+        self.random_source = random_source or RandomSource(options.generator)
+        self.record = GenerationRecord(generation_config, len(input_ids))
+        self.rounds: list[DecodingRound] = []
+        self.step = 0
+
+    def run(self) -> torch.LongTensor | DSparkGenerateOutput:
+        """Decodes until every row has stopped."""
+        self.prefill()
+        while self.num_active:
+            self.round()
+        if self.streamer is not None:
+            self.streamer.end()
+        return self.output()
+
+    @property
+    def active(self) -> list[Row]:
+        """Rows still decoding; they lead both caches, in this order."""
+        return self.rows[: self.num_active]
+
+    def prefill(self) -> None:
+        """The prompt, the first token of every row (drawn as plain `generate` draws it), the drafter's first context."""
+        state = prefill(
+            self.view,
+            self.input_ids,
+            self.config,
+            self.model_kwargs,
+            all_hidden_states=self.record.wants_hidden_states,
+        )
+        self.cache, self.columns, self.num_columns = state.cache, state.columns, state.num_columns
+        self.session = DraftSession(
+            self.view,
+            len(self.input_ids),
+            do_sample=self.config.do_sample,
+            processors=self.processors,
+            random_source=self.random_source,
+            cache=state.draft_cache,
+        )
+        for row, pairs in enumerate(state.context):
+            for features, positions in pairs:
+                self.session.add_context(row, features, positions)
+        if not self._gives_cache_back:
+            self.model_kwargs["cache"].layers.clear()  # packed by now; the dense copy is nobody's
+        scores = self.logits_processor(self.input_ids, state.logits.clone())
+        top = self._top_ids(scores, "the prefill")
+        first = self.random_source.categorical(scores.softmax(-1)) if self.config.do_sample else top
+        self.record.add_prefill(scores, state.logits, state.hidden_states)
+        self.rows = [Row(index, position) for index, position in enumerate(state.last_positions)]
+        self.num_active = len(self.rows)
+        stopped = [self._commit(row, [token])[1] for row, token in zip(self.rows, first.tolist(), strict=True)]
+        self._retire(stopped)
+
+    def round(self) -> None:
+        """One round of Figure 2: draft, schedule, verify, commit."""
+        began = time.perf_counter()
+        drafts = self.draft()
+        draft_ids = drafts.ids.tolist()
+        lengths = self.schedule(drafts)  # from here to the verdict the batch is frozen
+        drafted = time.perf_counter()
+        outputs, logits, scores = self.verify(draft_ids, lengths)
+        verdict = self.judge(drafts, scores, lengths)
+        accepted, next_ids = verdict.num_accepted.tolist(), verdict.next_ids.tolist()
+        verified = time.perf_counter()
+
+        features = self.view.context_features(outputs.hidden_states)[0]
+        confidence = drafts.confidence.tolist() if drafts.confidence is not None else [()] * len(lengths)
+        offset, stopped = 0, []
+        for entry, row in enumerate(self.active):
+            anchor_id, anchor_position = row.anchor_id, row.anchor_position
+            kept, stop = self._commit(row, [*draft_ids[entry][: accepted[entry]], next_ids[entry]])
+            stopped.append(stop)
+            # In the cache belong the anchor and all that was kept but its newest token: as many as were kept.
+            self.cache.lengths[entry] += len(kept)
+            verified_part = slice(offset, offset + len(kept))
+            positions = torch.arange(anchor_position, anchor_position + len(kept), device=features.device)
+            self.session.add_context(entry, features[verified_part], positions)
+            hidden_states = [s[0, verified_part] for s in outputs.hidden_states] if self.record.wants_hidden_states else ()
+            self.record.add(row.index, scores[verified_part], logits[verified_part], hidden_states)
+            self._report(
+                DecodingRound(
+                    row=row.index,
+                    step=self.step,
+                    anchor_id=anchor_id,
+                    draft_ids=tuple(draft_ids[entry]),
+                    confidence=tuple(confidence[entry]),
+                    verify_length=lengths[entry],
+                    num_accepted=accepted[entry],
+                    next_id=next_ids[entry],
+                    committed_ids=tuple(kept),
+                    batch_tokens=len(scores),
+                    draft_seconds=drafted - began,
+                    verify_seconds=verified - drafted,
+                )
+            )
+            offset += 1 + lengths[entry]
+        self._retire(stopped)
+        self.step += 1
+
+    def draft(self) -> Drafts:
+        """Up to `draft_length` tokens for every row; no more than the row with most room can use."""
+        num_drafts = min(self.draft_length, max(self._room(row) for row in self.active))
+        if num_drafts == 0:
+            return Drafts.none(len(self.active), self.view.vocab_size, self.input_ids.device, self.config.do_sample)
+        return self.session.propose(
+            [row.anchor_id for row in self.active],
+            [row.anchor_position for row in self.active],
+            num_drafts,
+            rows=[row.index for row in self.active],
+            prefix=lambda entry: self._ids(self.rows[entry]),
+        )
+
+    def schedule(self, drafts: Drafts) -> list[int]:
+        """Verify lengths l_r, each within what was drafted and what the row can still use."""
+        limits = [min(drafts.ids.shape[1], self._room(row)) for row in self.active]
+        if not any(limits):
+            return limits
+        confidence = None if drafts.confidence is None else drafts.confidence.float().cpu()
+        request = ScheduleRequest(confidence, limits, [row.index for row in self.active], self.step)
+        lengths = list(self.scheduler.verify_lengths(request))
+        if len(lengths) != len(limits) or any(not 0 <= n <= limit for n, limit in zip(lengths, limits, strict=True)):
+            raise ValueError(f"{self.scheduler} returned verify lengths {lengths}; allowed are 0 up to {limits}")
+        return lengths
+
+    def verify(self, draft_ids: list[list[int]], lengths: list[int]) -> tuple[Any, torch.Tensor, torch.Tensor]:
+        """One target forward over every row's anchor and drafts: its output, logits `[N, V]`, processed scores."""
+        device, rows = self.input_ids.device, self.active
+        tokens = [[row.anchor_id, *ids[:n]] for row, ids, n in zip(rows, draft_ids, lengths, strict=True)]
+        positions = [row.anchor_position + depth for row, part in zip(rows, tokens) for depth in range(len(part))]
+        outputs = packed_forward(
+            self.target,
+            torch.tensor([[token for part in tokens for token in part]], device=device),
+            torch.tensor([positions], device=device),
+            cache=self.cache,
+            layout=self.cache.layout([len(part) for part in tokens]),
+            output_hidden_states=True if self.record.wants_hidden_states else self.view.hidden_state_indices,
+        )
+        logits = outputs.logits[0].to(device=device, dtype=torch.float32)
+        owners = [(row, part[1 : depth + 1]) for row, part in zip(rows, tokens) for depth in range(len(part))]
+        scores = self.processors.apply(
+            logits, rows=[row.index for row, _ in owners], prefix=lambda entry: self._ids(*owners[entry])
+        )
+        return outputs, logits, scores
+
+    def judge(self, drafts: Drafts, scores: torch.Tensor, lengths: list[int]) -> Verdict:
+        """Accepts and rejects (section 2 of the losslessness laws), from processed scores `[N, V]`."""
+        device = scores.device
+        top_ids = self._top_ids(scores, f"round {self.step}")
+        if not self.config.do_sample:
+            return verify_greedy(drafts.ids.to(device), top_ids, verify_lengths=lengths)
+        return verify_sampling(
+            drafts.ids.to(device),
+            scores.softmax(-1),
+            draft_probs=drafts.probs.to(device),
+            verify_lengths=lengths,
+            random_source=self.random_source,
+            draft_token_ids=None if drafts.token_ids is None else drafts.token_ids.to(device),
+        )
+
+    def output(self) -> torch.LongTensor | DSparkGenerateOutput:
+        """The finished batch, padded like plain `generate`'s."""
+        for entry in range(len(self.rows)):  # back to the order of the batch
+            while self.rows[entry].index != entry:
+                self._swap(entry, self.rows[entry].index)
+        pad = getattr(self.config, "_pad_token_tensor", None)
+        width = max(len(row.new_ids) for row in self.rows)
+        new_ids = [row.new_ids + [0 if pad is None else int(pad)] * (width - len(row.new_ids)) for row in self.rows]
+        sequences = torch.cat([self.input_ids, self.input_ids.new_tensor(new_ids)], dim=1)
+        if self._gives_cache_back:
+            self._give_cache_back(sequences)
+        if not self.config.return_dict_in_generate:
+            return sequences
+        return DSparkGenerateOutput(
+            sequences=sequences,
+            scores=self.record.stacked_scores(),
+            logits=self.record.stacked_logits(),
+            hidden_states=self.record.stacked_hidden_states(),
+            cache=self.model_kwargs["cache"],
+            rounds=self.rounds,
+            stats=DecodingStats(self.rounds),
+        )
+
+    @property
+    def _gives_cache_back(self) -> bool:
+        """Whether somebody will see the cache after the call: the caller passed it in, or gets it in the output."""
+        is_callers = getattr(self.model_kwargs["cache"], "_is_user_defined", False)
+        return bool(self.config.return_dict_in_generate or is_callers)
+
+    def _give_cache_back(self, sequences: torch.LongTensor) -> None:
+        """Writes the verified tokens into the dense cache and leaves the drafter's context with it."""
+        columns = [
+            torch.cat([prompt, torch.arange(self.num_columns, self.num_columns + length - len(prompt))])
+            for prompt, length in zip(self.columns, self.cache.lengths, strict=True)
+        ]
+        self.cache.export_dense(self.model_kwargs["cache"], columns)
+        self.session.write_pending(len(self.rows))
+        if self.input_ids.shape[1] == self.num_columns:
+            remember_context(
+                self.model_kwargs["cache"], self.view.drafter, self.session.cache, columns, sequences
+            )
+
+    def _top_ids(self, scores: torch.Tensor, when: str) -> torch.LongTensor:
+        """Argmax `[N]` of scores `[N, V]`; it lands on a nan if there is one, so one look finds it."""
+        top_ids = scores.argmax(-1)
+        if scores.gather(-1, top_ids[:, None]).isnan().any():
+            raise ValueError(
+                f"the target's logits are nan in {when}, so no token can be chosen. Check its weights and its dtype "
+                "(some models overflow in float16: try bfloat16 or float32)"
+            )
+        return top_ids
+
+    def _room(self, row: Row) -> int:
+        """Drafts the row can still use: one less than the tokens it may generate, since a round adds one of its own."""
+        if self.stops.max_length is None:
+            return self.draft_length
+        return max(self.stops.max_length - self.input_ids.shape[1] - len(row.new_ids) - 1, 0)
+
+    def _ids(self, row: Row, supposed: Sequence[int] = ()) -> torch.LongTensor:
+        """Ids of a row as plain `generate` holds them: left-padded prompt, generated tokens; then supposed ones."""
+        return torch.cat([self.input_ids[row.index], self.input_ids.new_tensor([*row.new_ids, *supposed])])
+
+    def _commit(self, row: Row, token_ids: list[int]) -> tuple[list[int], bool]:
+        """Appends tokens up to the first stop; returns those kept, and whether the row has stopped."""
+        count, stopped = self.stops.kept(self._ids(row), token_ids)
+        kept = token_ids[:count]
+        row.new_ids.extend(kept)
+        row.anchor_position += len(kept)
+        if self.streamer is not None:
+            self.streamer.put(torch.tensor(kept))
+        return kept, stopped
+
+    def _swap(self, first: int, second: int) -> None:
+        self.cache.swap_rows(first, second)
+        self.session.swap_rows(first, second)
+        self.rows[first], self.rows[second] = self.rows[second], self.rows[first]
+
+    def _retire(self, stopped: list[bool]) -> None:
+        """Moves stopped rows behind the active ones."""
+        for entry in reversed(range(len(stopped))):
+            if stopped[entry]:
+                self.num_active -= 1
+                self._swap(entry, self.num_active)
+
+    def _report(self, decoding_round: DecodingRound) -> None:
+        if self.config.return_dict_in_generate:
+            self.rounds.append(decoding_round)
+        if self.on_round is not None:
+            self.on_round(decoding_round)

@@ -1,0 +1,222 @@
+"""Drafting: the parallel stage and the sequential stage of a round, for all active rows at once.
+
+Contract: a `DraftSession` lives as long as one decoding run. It holds the drafter's context cache and proposes blocks;
+what becomes of them is none of its business. The probabilities it returns are exactly those its drafts were drawn from
+(Markov-corrected, processed, restricted), which is what losslessness rests on.
+
+Source: https://huggingface.co/papers/2607.05147, section 3.1, Eq. 2-7. Shape legend: R active rows, L drafted positions
+(at most K), Q slots of a block, N packed context tokens, M tapped layers, Dt target hidden, V / Vd target / draft
+vocabulary.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+
+from .packed import SlabCache, packed_scope
+from .processors import RowProcessors
+from .target import TargetView
+from .verification import RandomSource
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Drafts:
+    """
+    One round's proposals.
+
+    Attributes:
+        ids (`torch.LongTensor` of shape `[R, L]`): Drafted target token ids.
+        probs (`torch.FloatTensor` of shape `[R, L, Vd]`, *optional*): What each was drawn from; `None` when greedy.
+        token_ids (`torch.LongTensor` of shape `[Vd]`, *optional*): Target id of each column of `probs`; `None`: the same.
+        confidence (`torch.FloatTensor` of shape `[R, L]`, *optional*): Calibrated survival chance of each, given those
+            before it (Eq. 7); known before the draft is drawn.
+    """
+
+    ids: torch.Tensor
+    probs: torch.Tensor | None
+    token_ids: torch.Tensor | None
+    confidence: torch.Tensor | None
+
+    @classmethod
+    def none(cls, num_rows: int, vocab_size: int, device: torch.device, do_sample: bool) -> "Drafts":
+        """A round without drafts: the target decodes one token a row."""
+        nothing = torch.empty(num_rows, 0, dtype=torch.long, device=device)
+        return cls(nothing, torch.empty(num_rows, 0, vocab_size, device=device) if do_sample else None, None, None)
+
+
+class DraftSession:
+    """
+    The drafter at work on one batch.
+
+    Args:
+        view ([`TargetView`]): Drafter and target.
+        num_rows (`int`): Rows of the batch.
+        do_sample (`bool`): Draw drafts, or take the argmax.
+        processors ([`RowProcessors`]): The call's logits processors, applied to every draft as to every target token.
+        random_source ([`RandomSource`]): Where draws come from.
+        cache ([`SlabCache`], *optional*): Context of an earlier turn to go on with.
+    """
+
+    def __init__(
+        self,
+        view: TargetView,
+        num_rows: int,
+        *,
+        do_sample: bool,
+        processors: RowProcessors,
+        random_source: RandomSource,
+        cache: SlabCache | None = None,
+    ):
+        self.view, self.do_sample, self.processors, self.random_source = view, do_sample, processors, random_source
+        self.cache = SlabCache(num_rows) if cache is None else cache
+        self._pending: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(num_rows)]
+        config = view.drafter.config
+        self._token_ids = view.drafter.draft_token_ids()
+        temperatures = (config.confidence_temperatures or {}).get("sampling" if do_sample else "greedy")
+        self._temperatures = [1.0] * config.num_drafts if temperatures is None else temperatures
+
+    def add_context(self, row: int, features: torch.Tensor, positions: torch.Tensor) -> None:
+        """
+        Queues tapped states of newly verified tokens of a row; the next `propose` reads them.
+
+        Args:
+            row (`int`): Active row.
+            features (`torch.Tensor` of shape `[C, M*Dt]`): From [`TargetView.context_features`].
+            positions (`torch.LongTensor` of shape `[C]`): Their position ids.
+        """
+        self._pending[row].append((features, positions))
+
+    def swap_rows(self, first: int, second: int) -> None:
+        """Exchanges two rows."""
+        self.cache.swap_rows(first, second)
+        self._pending[first], self._pending[second] = self._pending[second], self._pending[first]
+
+    def write_pending(self, num_rows: int) -> None:
+        """Moves the queued context of the first `num_rows` rows into the cache (Eq. 2)."""
+        queued = [item for row in self._pending[:num_rows] for item in row]
+        if not queued:
+            return
+        counts = [sum(len(positions) for _, positions in row) for row in self._pending[:num_rows]]
+        features = torch.cat([features for features, _ in queued])
+        positions = torch.cat([positions for _, positions in queued]).to(features.device)
+        layout = self.cache.layout(counts)
+        with packed_scope(self.cache, layout):
+            self.view.drafter.write_context(features[None], positions[None], self.cache)
+        for row, count in enumerate(counts):
+            self.cache.lengths[row] += count
+            self._pending[row] = []
+
+    def propose(
+        self,
+        anchor_ids: Sequence[int],
+        anchor_positions: Sequence[int],
+        num_drafts: int,
+        *,
+        rows: Sequence[int],
+        prefix: Callable[[int], torch.Tensor],
+    ) -> Drafts:
+        """
+        Drafts up to `num_drafts` tokens after the anchor of every active row.
+
+        Args:
+            anchor_ids (`Sequence[int]` of length R): Newest committed tokens, x_0.
+            anchor_positions (`Sequence[int]` of length R): Their position ids.
+            num_drafts (`int`): L, at most the block's K.
+            rows (`Sequence[int]` of length R): Batch row of each, for the processors.
+            prefix (`Callable[[int], torch.LongTensor]`): Ids of entry r up to its anchor; asked only if needed.
+        """
+        self.write_pending(len(rows))
+        hidden = self._parallel_stage(anchor_ids, anchor_positions)[:, :num_drafts]
+        return self._sequential_stage(hidden, anchor_ids, rows, prefix)
+
+    def _parallel_stage(self, anchor_ids: Sequence[int], anchor_positions: Sequence[int]) -> torch.Tensor:
+        """Eq. 3: `[R, K, D]`, one bidirectional pass over every row's [context ; anchor, mask, ..., mask]."""
+        config, device = self.view.drafter.config, self.view.drafter.fc.weight.device
+        num_rows, num_slots = len(anchor_ids), config.block_size
+        slots = torch.full((num_rows, num_slots), config.mask_token_id, device=device)
+        slots[:, 0] = torch.tensor(anchor_ids, device=device)
+        positions = torch.tensor(anchor_positions, device=device)[:, None] + torch.arange(num_slots, device=device)
+        layout = self.cache.layout([num_slots] * num_rows, bidirectional=True)
+        with packed_scope(self.cache, layout):
+            hidden = self.view.drafter(
+                self.view.noise_embeds(slots.view(1, -1)), position_ids=positions.view(1, -1), cache=self.cache
+            )
+        # Layout B drops the anchor's slot; in layout A it predicts too.
+        return hidden.view(num_rows, num_slots, -1)[:, num_slots - config.num_drafts :]
+
+    def _sequential_stage(
+        self, hidden: torch.Tensor, anchor_ids: Sequence[int], rows: Sequence[int], prefix: Callable[[int], torch.Tensor]
+    ) -> Drafts:
+        """Eq. 4-7, left to right: correct, process, draw."""
+        drafter = self.view.drafter
+        base_logits = self.view.base_logits(hidden)
+        previous = torch.tensor(anchor_ids, device=hidden.device)
+        embeds, state = None, None
+        drawn: list[torch.Tensor] = []
+        probs: list[torch.Tensor] = []
+        confidence: list[torch.Tensor] = []
+        for position in range(hidden.shape[1]):
+            here, logits = hidden[:, position], base_logits[:, position]
+            if drafter.markov_head is not None:
+                embeds = drafter.markov_head.embed(previous)
+                latent, state = drafter.markov_head.step(embeds, here, state)
+            else:
+                latent = None
+            if drafter.confidence_head is not None:  # before the draw: it must not see this position's draft
+                confidence.append(drafter.confidence_head(here, embeds) / self._temperatures[position])
+            logits = self._processed(self._corrected(logits, latent), rows, prefix, drawn)
+            columns = logits.argmax(-1)
+            if self.do_sample:
+                probs.append(logits.softmax(-1))
+                columns = self.random_source.categorical(probs[-1])
+            previous = columns if self._columns_are_ids else self._token_ids[columns]
+            drawn.append(previous)
+        return Drafts(
+            ids=torch.stack(drawn, dim=1),
+            probs=torch.stack(probs, dim=1) if probs else None,
+            token_ids=None if self._columns_are_ids else self._token_ids,
+            confidence=torch.stack(confidence, dim=1).sigmoid() if confidence else None,
+        )
+
+    @property
+    def _columns_are_ids(self) -> bool:
+        return self._token_ids is None or not self.processors.vocabulary_free
+
+    def _corrected(self, logits: torch.Tensor, latent: torch.Tensor | None) -> torch.Tensor:
+        """Adds the transition bias to `[R, Vd]`; with `draft_top_k`, only the largest base logits stay in play."""
+        head, top_k = self.view.drafter.markov_head, self.view.drafter.config.draft_top_k
+        if top_k is None or top_k >= logits.shape[-1]:
+            if latent is None:
+                return logits
+            return logits + head.bias(latent).float()[..., : logits.shape[-1]]
+        kept, candidates = logits.topk(top_k, dim=-1)
+        if latent is not None:
+            kept = kept + head.bias(latent, candidates).float()
+        return torch.full_like(logits, float("-inf")).scatter_(-1, candidates, kept)
+
+    def _processed(
+        self, logits: torch.Tensor, rows: Sequence[int], prefix: Callable[[int], torch.Tensor], drawn: list[torch.Tensor]
+    ) -> torch.Tensor:
+        """Applies the call's processors to the logits of the position after the prefix and `drawn`."""
+        if not self.processors.vocabulary_free:  # they name tokens: give them the target's vocabulary
+            logits = self._over_target_vocabulary(logits)
+
+        def prefix_so_far(entry: int) -> torch.Tensor:
+            ids = prefix(entry)
+            return torch.cat([ids, *(step[entry : entry + 1].to(ids.device) for step in drawn)])
+
+        processed = self.processors.apply(logits, rows=rows, prefix=prefix_so_far)
+        if processed is logits:
+            return logits
+        # Processors may forbid all that can be drafted here. Any proposal is lossless then: it will be rejected.
+        nothing_left = ~processed.isfinite().any(-1, keepdim=True)
+        return torch.where(nothing_left, logits, processed)
+
+    def _over_target_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
+        """`[R, Vd]` -> `[R, V]`, -inf where nothing can be drafted."""
+        full = logits.new_full((logits.shape[0], self.view.vocab_size), float("-inf"))
+        if self._token_ids is not None:
+            return full.index_copy_(1, self._token_ids, logits)
+        full[:, : logits.shape[1]] = logits
+        return full

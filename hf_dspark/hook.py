@@ -1,0 +1,101 @@
+"""The hook: how `generate(assistant_model=drafter)` reaches this library.
+
+Contract: `install()` wraps three methods of transformers' `GenerationMixin` once; each looks at the assistant, and anything
+but a DSpark drafter passes through untouched. `uninstall()` puts the originals back. Nothing is stored on a model.
+
+Assistants are told by the class attribute `is_dspark_drafter`, not by type, so that remote-code copies work too.
+"""
+
+import copy
+import functools
+from typing import Any
+
+from transformers import GenerationMixin
+from transformers.cache_utils import DynamicCache
+
+from .candidate_generator import DSparkCandidateGenerator
+from .generation import decode
+from .modeling_dspark import DSparkDrafter
+from .packed import install_packed_attention, uninstall_packed_attention
+
+
+_WRAPPED = ("_assisted_decoding", "_validate_generation_mode", "_get_candidate_generator")
+
+
+def is_drafter(assistant: Any) -> bool:
+    """Whether an `assistant_model` is a DSpark drafter."""
+    return getattr(type(assistant), "is_dspark_drafter", False) is True
+
+
+def _assisted_decoding(original):
+    @functools.wraps(original)  # generate() reads the signature for `inputs_tensor`
+    def wrapper(self, input_ids, *args, assistant_model=None, **kwargs):
+        if not is_drafter(assistant_model):
+            return original(self, input_ids, *args, assistant_model=assistant_model, **kwargs)
+        return decode(self, input_ids, *args, assistant_model=assistant_model, stock_loop=original, **kwargs)
+
+    return wrapper
+
+
+def _validate_generation_mode(original):
+    @functools.wraps(original)
+    def wrapper(self, generation_mode, generation_config, generation_mode_kwargs):
+        if not is_drafter(generation_mode_kwargs.get("assistant_model")):
+            return original(self, generation_mode, generation_config, generation_mode_kwargs)
+        # Stock refuses several return sequences and differing vocabulary sizes; both are fine here.
+        single = copy.copy(generation_config)
+        single.num_return_sequences = 1
+        rest = {name: value for name, value in generation_mode_kwargs.items() if name != "assistant_model"}
+        refuse_recurrent(self)
+        return original(self, generation_mode, single, rest)
+
+    return wrapper
+
+
+def _get_candidate_generator(original):
+    @functools.wraps(original)
+    def wrapper(self, *args, assistant_model=None, **kwargs):
+        if not is_drafter(assistant_model):
+            return original(self, *args, assistant_model=assistant_model, **kwargs)
+        return DSparkCandidateGenerator(self, assistant_model, **kwargs)
+
+    return wrapper
+
+
+def refuse_recurrent(target: Any) -> None:
+    """Raises `ValueError` for targets whose state cannot be rolled back after a rejection."""
+    config = target.config.get_text_config(decoder=True)
+    recurrent = getattr(target, "_is_stateful", False) or any(DynamicCache(config=config).is_linear)
+    if recurrent:
+        raise ValueError(
+            f"{type(target).__name__} keeps a recurrent state, which cannot be rolled back when a draft is rejected. "
+            "Speculative decoding works with attention-only decoders, such as Llama, Qwen3, Mistral, Gemma, Phi3, "
+            "GPT-NeoX, DeepSeek-V3; call generate without assistant_model for this one"
+        )
+
+
+def install() -> None:
+    """
+    Makes `generate` decode with DSpark drafters. `import hf_dspark` does it; calling it again changes nothing.
+    """
+    wrappers = {
+        "_assisted_decoding": _assisted_decoding,
+        "_validate_generation_mode": _validate_generation_mode,
+        "_get_candidate_generator": _get_candidate_generator,
+    }
+    for name, wrap in wrappers.items():
+        original = getattr(GenerationMixin, name)
+        if not hasattr(original, "_dspark_original"):
+            wrapper = wrap(original)
+            wrapper._dspark_original = original
+            setattr(GenerationMixin, name, wrapper)
+    install_packed_attention()
+
+
+def uninstall() -> None:
+    """Undoes [`install`]: `generate` no longer knows DSpark drafters."""
+    for name in _WRAPPED:
+        original = getattr(getattr(GenerationMixin, name), "_dspark_original", None)
+        if original is not None:
+            setattr(GenerationMixin, name, original)
+    uninstall_packed_attention()

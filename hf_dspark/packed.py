@@ -1,0 +1,340 @@
+"""Runs a decoder-only Hugging Face model on one flattened sequence, whatever the lengths of its requests.
+
+The tokens of all requests go through the model as a single row `[1, N]`, so every linear layer costs exactly N tokens,
+however ragged the requests are (a padded batch would cost R * max). Only attention has to know who is who: the cache
+writes the new keys and values into the slab of their request, and attention pads the queries per request and masks.
+
+How attention is reached: every current model asks `AttentionInterface.get_interface` for its attention function. It is
+wrapped once, and answers `packed_attention` only within `packed_scope`, only in the thread that runs it. Neither the
+model nor its config is changed, and plain `generate` on the same model in another thread never notices. A model that
+goes around the interface raises; it can never give silently wrong text.
+
+This module knows nothing about drafting, verification or generation. It is inference only.
+
+Shape legend: R active rows (requests), N packed tokens, Q longest query of a row, T slots attention looks at, H
+key/value heads, Hq query heads, G = Hq / H, Dh and Dv head sizes.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import DynamicCache
+from transformers.modeling_utils import AttentionInterface
+
+from .layout import PackedLayout
+from .slab import PackedForward, SlabCache, holds_states
+
+__all__ = [
+    "PackedLayout",
+    "SlabCache",
+    "install_packed_attention",
+    "packed_attention",
+    "packed_forward",
+    "packed_scope",
+    "supports_packed",
+    "uninstall_packed_attention",
+]
+
+_FORWARD: ContextVar[PackedForward | None] = ContextVar("hf_dspark_packed_forward", default=None)
+
+
+@contextmanager
+def packed_scope(cache: SlabCache, layout: PackedLayout) -> Iterator[PackedForward]:
+    """
+    Within it, in this thread, updates of `cache` and transformers' attention interface follow `layout`.
+
+    For models of our own; [`packed_forward`] also feeds a model and checks that it plays along.
+
+    Yields:
+        `PackedForward`: the record of what the model did.
+    """
+    install_packed_attention()
+    forward = PackedForward(layout)
+    token = _FORWARD.set(forward)
+    cache.forward = forward
+    try:
+        with torch.no_grad():  # slabs are written in place and must not grow a graph
+            yield forward
+    finally:
+        cache.forward = None
+        _FORWARD.reset(token)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    layout: PackedLayout | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """
+    Attention of packed queries over slabs, with the signature of transformers' attention functions.
+
+    The G query heads that share a key/value head are folded into the query dimension, so keys and values are neither
+    repeated nor copied.
+
+    Args:
+        query (`torch.Tensor` of shape `[1, Hq, N, Dh]`): Packed queries.
+        key (`torch.Tensor` of shape `[R, H, T, Dh]`): Keys, as [`SlabCache.update`] returned them.
+        value (`torch.Tensor` of shape `[R, H, T, Dv]`): Values.
+        attention_mask: Only checked to be a placeholder; who sees whom follows from the layout.
+        dropout: Ignored; there is no training here.
+        scaling (`float`, *optional*): Factor on the scores; defaults to `Dh ** -0.5`.
+        sliding_window (`int`, *optional*): A query sees its own slot and the `sliding_window - 1` before it.
+        softcap (`float`, *optional*): Soft cap on the scores.
+        s_aux (`torch.Tensor` of shape `[Hq]`, *optional*): Attention sinks, one extra score per head.
+        layout ([`PackedLayout`], *optional*): Defaults to the layout of the running forward.
+
+    Returns:
+        `tuple[torch.Tensor, None]`: output `[1, N, Hq, Dv]`, and no weights.
+
+    Raises:
+        NotImplementedError: If the model adds a position bias.
+        RuntimeError: If there is neither a `layout` nor a running forward.
+    """
+    if position_bias is not None:
+        raise NotImplementedError("Attention with a position bias cannot be packed; run the model without packing.")
+    if layout is None:
+        forward = _FORWARD.get()
+        if forward is None:
+            raise RuntimeError("Packed attention can only run within `packed_scope` or with a `layout`.")
+        layout = forward.note_attention(key, attention_mask, sliding_window)
+    layout = layout.to(query.device)
+    groups = query.shape[1] // key.shape[1]
+    first, mask = layout.mask(sliding_window, groups=groups, dtype=query.dtype)
+    if first:
+        key, value = key[:, :, first:], value[:, :, first:]
+    # [R, Q, Hq, Dh] -> [R, H, G * Q, Dh]
+    padded = layout.pad(query).unflatten(2, (-1, groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    if softcap is None and s_aux is None:
+        output = nn.functional.scaled_dot_product_attention(padded, key, value, attn_mask=mask, scale=scaling)
+    else:
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        output = _explicit_attention(padded, key, value, mask, scaling, softcap, s_aux)
+    # [R, H, G * Q, Dv] -> [R, Q, Hq, Dv]
+    output = output.unflatten(2, (groups, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    return layout.unpad(output), None
+
+
+def _explicit_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    softcap: float | None,
+    s_aux: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention with a soft cap or sinks, which torch's fused kernels lack; softmax in float32."""
+    scores = torch.matmul(query, key.transpose(2, 3)) * scaling
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores = scores + mask
+    if s_aux is not None:
+        num_rows, num_heads, folded, _ = scores.shape
+        groups = s_aux.numel() // num_heads
+        sinks = s_aux.to(scores.dtype).view(1, num_heads, groups, 1, 1)
+        sinks = sinks.expand(num_rows, -1, -1, folded // groups, 1).flatten(2, 3)
+        scores = torch.cat([scores, sinks], dim=-1)
+    probs = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    return torch.matmul(probs[..., : key.shape[2]], value)
+
+
+def install_packed_attention() -> None:
+    """Makes transformers' attention interface answer [`packed_attention`] inside [`packed_forward`]. Idempotent."""
+    original = AttentionInterface.get_interface
+    if hasattr(original, "_packed_original"):
+        return
+
+    @functools.wraps(original)
+    def get_interface(self: AttentionInterface, *args: Any, **kwargs: Any) -> Any:
+        # Not while compiling: a `ContextVar` cannot be traced, and a traced choice would outlive the forward.
+        if not torch.compiler.is_compiling() and _FORWARD.get() is not None:
+            return packed_attention
+        return original(self, *args, **kwargs)
+
+    get_interface._packed_original = original
+    AttentionInterface.get_interface = get_interface
+
+
+def uninstall_packed_attention() -> None:
+    """Undoes [`install_packed_attention`]."""
+    original = getattr(AttentionInterface.get_interface, "_packed_original", None)
+    if original is not None:
+        AttentionInterface.get_interface = original
+
+
+def packed_forward(
+    model: nn.Module,
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    *,
+    cache: SlabCache,
+    layout: PackedLayout,
+    output_hidden_states: bool | Sequence[int] = False,
+    **kwargs: Any,
+) -> Any:
+    """
+    Runs the packed tokens of all active rows through a model.
+
+    Args:
+        model (`PreTrainedModel`): A decoder-only model that [`supports_packed`] accepts.
+        input_ids (`torch.LongTensor` of shape `[1, N]`): Tokens, row after row, as laid out.
+        position_ids (`torch.LongTensor` of shape `[1, N]`): Their positions for the model's position embedding.
+        cache ([`SlabCache`]): Is written at the layout's slots; its `lengths` stay as they are.
+        layout ([`PackedLayout`]): From `cache.layout(...)`, for this forward only.
+        output_hidden_states (`bool` or `Sequence[int]`, *optional*): Indices of the hidden states to return, or all.
+        kwargs: Passed on to the model.
+
+    Returns:
+        The model's output.
+
+    Raises:
+        ValueError: If the number of tokens is not the layout's.
+        RuntimeError: If the model turns out not to use the attention interface.
+    """
+    if input_ids.shape != (1, layout.rows.numel()):
+        raise ValueError(
+            f"`input_ids` must have shape [1, {layout.rows.numel()}], one entry per token of the layout, got "
+            f"{list(input_ids.shape)}."
+        )
+    with packed_scope(cache, layout) as forward:
+        outputs = model(
+            input_ids=input_ids,
+            # A mask of four dimensions is taken as prepared by transformers; so none is built. Attention ignores it.
+            attention_mask=torch.ones((1, 1, 1, 1), dtype=torch.bool, device=input_ids.device),
+            position_ids=position_ids,
+            cache=cache,
+            use_cache=True,
+            return_dict=True,
+            output_hidden_states=output_hidden_states,
+            **kwargs,
+        )
+    if forward.num_updates == 0 or forward.unread or forward.bypassed:
+        raise RuntimeError(
+            f"`{type(model).__name__}` does not read its cache through transformers' attention interface alone (each "
+            "cache update must be followed by one attention over what it returned, with no mask of its own), so its "
+            "requests cannot be packed. Its attention may be compiled, replaced or of an unknown kind."
+        )
+    if not forward.windowed and _has_sliding_window(model.config):
+        raise RuntimeError(
+            f"`{type(model).__name__}` has a sliding window but does not pass it to its attention function, so its "
+            "requests cannot be packed."
+        )
+    return outputs
+
+
+def _has_sliding_window(config: Any) -> bool:
+    text_config = config.get_text_config(decoder=True)
+    layer_types = getattr(text_config, "layer_types", None)
+    if layer_types is None:
+        return getattr(text_config, "sliding_window", None) is not None
+    return "sliding_attention" in layer_types
+
+
+_PACKABLE_INPUTS = {
+    "attention_mask",
+    "cache",
+    "cache_position",
+    "inputs_embeds",
+    "logits_to_keep",
+    "position_ids",
+}
+
+
+def supports_packed(model: Any, model_kwargs: dict[str, Any], *, max_length: int | None = None) -> tuple[bool, str]:
+    """
+    Whether a model can run packed, and if not, why.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        model_kwargs (`dict`): Keyword arguments that generation passes on to the model.
+        max_length (`int`, *optional*):
+            Longest sequence in tokens, where known. Rotary embeddings that change with the length are exact up to the
+            length they change at.
+
+    Returns:
+        `tuple[bool, str]`: the verdict, and what is not supported (empty if all is).
+    """
+    reason = (
+        _unsupported_model(model)
+        or _unsupported_cache(DynamicCache(config=model.config))
+        or _unsupported_cache(model_kwargs.get("cache"))
+        or _unsupported_inputs(model_kwargs)
+        or _unsupported_rope(model.config.get_text_config(decoder=True), max_length)
+    )
+    return not reason, reason
+
+
+def _unsupported_model(model: Any) -> str:
+    if model.config.is_encoder_decoder:
+        return "encoder-decoder models"
+    if model._is_stateful:
+        return "models with a recurrent state"
+    if not model._supports_attention_backend:
+        return f"the attention of `{type(model).__name__}` (it goes around transformers' attention interface)"
+    config = model.config.get_text_config(decoder=True)
+    if getattr(config, "attention_chunk_size", None) is not None:
+        return "chunked attention"
+    if getattr(config, "alibi", False):
+        return "ALiBi position biases"
+    # PEFT lends a prompt-learning model its own input preparation, which feeds virtual tokens.
+    owner = getattr(model.prepare_inputs_for_generation, "__self__", None)
+    if getattr(getattr(owner, "active_peft_config", None), "is_prompt_learning", False):
+        return "prompt-learning PEFT adapters"
+    return ""
+
+
+def _unsupported_cache(cache: Any) -> str:
+    if cache is None:
+        return ""
+    if not isinstance(cache, DynamicCache) or cache.offloading:
+        return f"a `{type(cache).__name__}`{' with offloading' if getattr(cache, 'offloading', False) else ''}"
+    for layer in cache.layers:
+        try:
+            holds_states(layer)
+        except TypeError:
+            return f"a cache with `{type(layer).__name__}` layers"
+    return ""
+
+
+def _unsupported_inputs(model_kwargs: dict[str, Any]) -> str:
+    for name, value in model_kwargs.items():
+        if isinstance(value, torch.Tensor) and name not in _PACKABLE_INPUTS:
+            return f"the model input `{name}`"
+    for name in ("attention_mask", "position_ids"):
+        value = model_kwargs.get(name)
+        if value is not None and value.ndim != 2:
+            return f"{name} with {value.ndim} dimensions"
+    return ""
+
+
+def _unsupported_rope(config: Any, max_length: int | None) -> str:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    # One set of parameters, or one for each layer type.
+    for rope in [parameters, *(value for value in parameters.values() if isinstance(value, dict))]:
+        rope_type = rope.get("rope_type", "default")
+        if rope_type == "longrope":
+            limit = rope["original_max_position_embeddings"]
+        elif "dynamic" in rope_type:
+            limit = config.max_position_embeddings
+        else:
+            continue
+        if max_length is None or max_length > limit:
+            return f"`{rope_type}` rotary embeddings, which change with the length, on more than {limit} tokens"
+    return ""

@@ -1,0 +1,151 @@
+"""Prefill: the target's ordinary forward over the prompt, and what the rounds need from it.
+
+Contract: the first token comes out of the very forward that plain `generate` runs, so it is the same to the bit. Prompt
+keys and values then move to the packed cache, and the tapped hidden states of the prompt become the drafter's context.
+
+Source: https://huggingface.co/papers/2607.05147, Eq. 2. Shape legend: R rows, S prompt columns, W columns of the cache
+after the prefill (S and earlier turns), C real tokens of a row, M tapped layers, Dt target hidden, V vocabulary.
+"""
+
+import copy
+import dataclasses
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.utils import logging
+
+from .kept_cache import recall_context
+from .packed import SlabCache
+from .target import TargetView
+
+
+logger = logging.get_logger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Prefill:
+    """
+    Attributes:
+        cache ([`SlabCache`]): The target's keys and values, padding dropped.
+        draft_cache ([`SlabCache`], *optional*): The drafter's context of an earlier turn.
+        columns (`list[torch.LongTensor]`): Column in the dense cache of every slot of every row.
+        num_columns (`int`): W.
+        last_positions (`list[int]`): Position id of every row's last prompt token.
+        context (`list[list[tuple]]`): For each row, pairs of tapped states `[C, M*Dt]` and position ids `[C]`.
+        logits (`torch.Tensor` of shape `[R, V]`): Of the first new token, float32.
+        hidden_states (`tuple`): As the target returned them.
+    """
+
+    cache: SlabCache
+    draft_cache: SlabCache | None
+    columns: list[torch.Tensor]
+    num_columns: int
+    last_positions: list[int]
+    context: list[list[tuple[torch.Tensor, torch.Tensor]]]
+    logits: torch.Tensor
+    hidden_states: tuple[torch.Tensor | None, ...]
+
+
+def prefill(
+    view: TargetView,
+    input_ids: torch.LongTensor,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    *,
+    all_hidden_states: bool,
+) -> Prefill:
+    """
+    Runs the prompt (or, on a kept cache, its new part) through the target.
+
+    Args:
+        view ([`TargetView`]): Target and drafter.
+        input_ids (`torch.LongTensor` of shape `[R, S]`): The prompt.
+        generation_config, model_kwargs: As `generate` prepared them.
+        all_hidden_states (`bool`): Capture every layer, because the caller asked for them, not only the tapped ones.
+    """
+    cached = model_kwargs["cache"].get_seq_length()
+    if generation_config.prefill_chunk_size is not None:
+        logger.warning_once("`prefill_chunk_size` is ignored with a DSpark drafter: the prompt is prefilled at once.")
+        generation_config = copy.copy(generation_config)
+        generation_config.prefill_chunk_size = None
+    indices = True if all_hidden_states else view.hidden_state_indices
+    outputs = view.target._prefill(input_ids, generation_config, model_kwargs | {"output_hidden_states": indices})
+    width = outputs.cache.get_seq_length()
+    mask, positions = real_tokens(input_ids, model_kwargs, width)
+    draft_cache, context = None, [[] for _ in mask]
+    if cached:
+        draft_cache, context = earlier_context(view, input_ids, model_kwargs, mask, positions, cached)
+    fresh = by_row(view.context_features(outputs.hidden_states), positions[:, cached:], mask[:, cached:])
+    cache = SlabCache(len(mask))
+    cache.import_dense(outputs.cache, mask)
+    return Prefill(
+        cache=cache,
+        draft_cache=draft_cache,
+        columns=real_columns(mask),
+        num_columns=width,
+        last_positions=positions[:, -1].tolist(),
+        context=[[*old, new] for old, new in zip(context, fresh, strict=True)],
+        logits=outputs.logits[:, -1].to(copy=True, device=input_ids.device, dtype=torch.float32),
+        hidden_states=outputs.hidden_states,
+    )
+
+
+def real_tokens(
+    input_ids: torch.LongTensor, model_kwargs: dict[str, Any], width: int
+) -> tuple[torch.Tensor, torch.LongTensor]:
+    """Which of the cache's columns hold a token, bool `[R, W]`, and every column's position id, `[R, W]`."""
+    mask = model_kwargs.get("attention_mask")
+    mask = torch.ones(len(input_ids), width, dtype=torch.bool) if mask is None else mask.bool()
+    mask = mask.to(input_ids.device)
+    counted = (mask.long().cumsum(-1) - 1).clamp_min(0)
+    given = model_kwargs.get("position_ids")
+    if given is None:
+        return mask, counted
+    # With a kept cache the caller may give positions of the new part only.
+    return mask, torch.cat([counted[:, : width - given.shape[1]], given.to(mask.device).expand(len(mask), -1)], dim=1)
+
+
+def real_columns(mask: torch.Tensor) -> list[torch.Tensor]:
+    """Columns of `mask [R, W]` that hold a token, row by row."""
+    return [row.nonzero().squeeze(1) for row in mask.cpu()]
+
+
+def by_row(features: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> list[tuple]:
+    """`features [R, W, M*Dt]` and `positions [R, W]` -> for each row those of its real tokens."""
+    home = features.device
+    return [
+        (row[kept.to(home)], where[kept].to(home)) for row, where, kept in zip(features, positions, mask, strict=True)
+    ]
+
+
+def earlier_context(
+    view: TargetView,
+    input_ids: torch.LongTensor,
+    model_kwargs: dict[str, Any],
+    mask: torch.Tensor,
+    positions: torch.Tensor,
+    cached: int,
+) -> tuple[SlabCache | None, list[list]]:
+    """
+    The drafter's context for the `cached` columns of a kept cache: remembered, or read off the target once more.
+
+    Only the drafter's acceptance depends on it. Without ids of the cached part there is nothing to read: the drafter
+    then starts from the new part.
+    """
+    known = input_ids.shape[1] == mask.shape[1]
+    columns = real_columns(mask[:, :cached])
+    draft_cache = recall_context(model_kwargs["cache"], view.drafter, columns, input_ids if known else None)
+    missing = mask[:, :cached].clone()
+    for row, column in enumerate(columns):
+        missing[row, column[: draft_cache.lengths[row] if draft_cache else 0].to(mask.device)] = False
+    if not known or not missing.any():
+        return draft_cache, [[] for _ in mask]
+    hidden_states = view.target(
+        input_ids[:, :cached],
+        attention_mask=mask[:, :cached].long(),
+        position_ids=positions[:, :cached],
+        output_hidden_states=view.hidden_state_indices,
+        use_cache=False,
+    ).hidden_states
+    return draft_cache, [[row] for row in by_row(view.context_features(hidden_states), positions[:, :cached], missing)]

@@ -1,0 +1,71 @@
+"""Stopping criteria, token by token: where plain `generate` would have stopped inside a block of new tokens.
+
+A round commits several tokens at once, but criteria are written for one new token at a time. `StopChecker` asks them
+after each token, before anybody else sees the tokens. It knows criteria only; padding, caches and streams are not its
+business.
+
+End-of-sequence and maximum length, nearly always the only criteria, are decided on host integers. All others
+(`StopStringCriteria`, `MaxTimeCriteria`, a user's own) are called on ids of one row, `[1, width]`, after each token,
+with `scores=None` as in plain `generate` without `output_scores`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria
+
+
+class StopChecker:
+    """
+    The stopping criteria of one `generate` call, applied to blocks of tokens.
+
+    Args:
+        criteria (`StoppingCriteriaList`): As `generate` prepared them.
+    """
+
+    def __init__(self, criteria: Sequence[StoppingCriteria]):
+        # Exact types: a subclass may have its own idea of when to stop.
+        max_lengths = [criterion.max_length for criterion in criteria if type(criterion) is MaxLengthCriteria]
+        self._max_length = min(max_lengths, default=None)
+        self._eos_ids = {
+            token_id
+            for criterion in criteria
+            if type(criterion) is EosTokenCriteria
+            for token_id in criterion.eos_token_id.tolist()
+        }
+        self._others = [
+            criterion for criterion in criteria if type(criterion) not in (EosTokenCriteria, MaxLengthCriteria)
+        ]
+
+    @property
+    def max_length(self) -> int | None:
+        """Largest number of tokens of a row, prompt and left padding included; `None` if unlimited."""
+        return self._max_length
+
+    def kept(self, prefix: torch.Tensor, new_ids: Sequence[int]) -> tuple[int, bool]:
+        """
+        Cuts new tokens of one row after the first that meets a criterion.
+
+        Args:
+            prefix (`torch.LongTensor` of shape `[width]`):
+                Ids before the new tokens, as plain `generate` holds them (left-padded prompt and generated tokens).
+            new_ids (`Sequence[int]`): Tokens to commit, in order.
+
+        Returns:
+            `tuple[int, bool]`: how many of `new_ids` remain, the stopping token included, and whether the row is done.
+        """
+        width = prefix.shape[0]
+        row_ids = self._row_ids(prefix, new_ids)
+        for count, token_id in enumerate(new_ids, start=1):
+            at_max_length = self._max_length is not None and width + count >= self._max_length
+            if at_max_length or token_id in self._eos_ids:
+                return count, True
+            if row_ids is not None and any(bool(stop(row_ids[:, : width + count], None)) for stop in self._others):
+                return count, True
+        return len(new_ids), False
+
+    def _row_ids(self, prefix: torch.Tensor, new_ids: Sequence[int]) -> torch.Tensor | None:
+        """Ids `[1, width + len(new_ids)]`, if any criterion wants to see ids."""
+        if not self._others:
+            return None
+        return torch.cat([prefix, prefix.new_tensor(list(new_ids))])[None]

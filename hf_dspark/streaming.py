@@ -1,0 +1,44 @@
+"""Streams that end, also when generation fails.
+
+Contract: a failed generation never leaves the reader of a streamer waiting: an iterator streamer raises in the reading
+thread what was raised in the generating one, any other streamer is ended.
+"""
+
+from typing import Any
+
+from transformers import TextIteratorStreamer
+from transformers.generation.streamers import BaseStreamer
+
+
+class _Failure:
+    """
+    Stands in the queue of a `TextIteratorStreamer` in place of text. The iterator compares each item with its stop
+    signal; this item answers the comparison with the error.
+    """
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, error: BaseException):
+        self.error = error
+
+    def __eq__(self, other: Any) -> bool:
+        raise RuntimeError(f"generation failed while streaming: {self.error}") from self.error
+
+
+def check_streamer(streamer: BaseStreamer | None, batch_size: int) -> None:
+    """Raises `ValueError` for a batch, whose rows one text stream cannot tell apart."""
+    if streamer is not None and batch_size > 1:
+        raise ValueError(
+            f"a streamer shows one row, but this batch has {batch_size}. Stream a batch row by row with "
+            "drafter.with_options(on_round=callback): the callback gets a DecodingRound with `row` and `committed_ids`"
+        )
+
+
+def fail_stream(streamer: BaseStreamer | None, error: BaseException) -> None:
+    """Hands `error` to whoever reads `streamer`."""
+    if streamer is None:
+        return
+    if isinstance(streamer, TextIteratorStreamer):
+        streamer.text_queue.put(_Failure(error))
+    else:
+        streamer.end()

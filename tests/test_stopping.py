@@ -1,0 +1,145 @@
+"""A block of new tokens is cut where plain `generate`, looking after every token, would have stopped."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    PreTrainedTokenizerFast,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+
+from hf_dspark.stopping import StopChecker
+
+
+class StopAfter(StoppingCriteria):
+    """A user's own: stops when the last tokens are the given ones, and keeps the shapes it saw."""
+
+    def __init__(self, *token_ids):
+        self._token_ids = list(token_ids)
+        self.shapes = []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        assert scores is None
+        self.shapes.append(tuple(input_ids.shape))
+        return torch.tensor([row[-len(self._token_ids) :] == self._token_ids for row in input_ids.tolist()])
+
+
+class AnyEos(EosTokenCriteria):
+    """Stops at every token, whatever its parent would say."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.ones(len(input_ids), dtype=torch.bool)
+
+
+def plain_kept(criteria, prefix, new_ids):
+    """What the token-by-token loop of `generate` keeps."""
+    for count in range(1, len(new_ids) + 1):
+        ids = torch.tensor([[*prefix, *new_ids[:count]]])
+        if criteria(ids, None).all():
+            return count, True
+    return len(new_ids), False
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    prefix=st.lists(st.integers(0, 4), min_size=1, max_size=6),
+    new_ids=st.lists(st.integers(0, 4), min_size=0, max_size=8),
+    eos_ids=st.lists(st.integers(0, 4), max_size=2),
+    max_length=st.none() | st.integers(1, 14),
+    own=st.lists(st.integers(0, 4), max_size=2),
+)
+def test_a_block_is_cut_where_the_token_by_token_loop_stops(prefix, new_ids, eos_ids, max_length, own):
+    criteria = StoppingCriteriaList()
+    if max_length is not None:
+        criteria.append(MaxLengthCriteria(max_length))
+    if eos_ids:
+        criteria.append(EosTokenCriteria(eos_ids))
+    if own:
+        criteria.append(StopAfter(*own))
+    assert StopChecker(criteria).kept(torch.tensor(prefix), new_ids) == plain_kept(criteria, prefix, new_ids)
+
+
+@pytest.mark.parametrize(("new_ids", "expected"), [([9, 1, 2], 1), ([1, 9, 2], 2), ([1, 2, 8], 3), ([1, 2, 3], None)])
+def test_the_first_end_of_sequence_ends_the_row_wherever_it_is(new_ids, expected):
+    checker = StopChecker(StoppingCriteriaList([EosTokenCriteria([8, 9])]))
+    assert checker.kept(torch.tensor([9, 8]), new_ids) == (expected or 3, expected is not None)
+
+
+def test_a_stop_token_beyond_the_maximum_length_does_not_count():
+    checker = StopChecker(StoppingCriteriaList([MaxLengthCriteria(4), EosTokenCriteria(9)]))
+    assert checker.max_length == 4
+    assert checker.kept(torch.tensor([1, 1]), [3, 3, 9]) == (2, True)
+    assert checker.kept(torch.tensor([1, 1]), [9, 3, 3]) == (1, True)
+
+
+def test_the_smallest_maximum_length_holds():
+    assert StopChecker([MaxLengthCriteria(9), MaxLengthCriteria(5)]).max_length == 5
+    assert StopChecker([EosTokenCriteria(3)]).max_length is None
+    assert StopChecker([]).kept(torch.tensor([1]), [2, 3]) == (2, False)
+
+
+def test_own_criteria_see_one_row_growing_by_one_token_until_they_stop():
+    criterion = StopAfter(7)
+    assert StopChecker([criterion]).kept(torch.tensor([1, 2]), [3, 7, 7]) == (2, True)
+    assert criterion.shapes == [(1, 3), (1, 4)]
+
+
+def test_a_subclass_of_a_known_criterion_decides_for_itself():
+    assert StopChecker([AnyEos(9)]).kept(torch.tensor([1]), [2, 9]) == (1, True)
+
+
+def test_criteria_that_answer_with_a_plain_bool_are_understood():
+    assert StopChecker([lambda ids, scores: ids[0, -1].item() == 5]).kept(torch.tensor([1]), [2, 5, 3]) == (2, True)
+
+
+def test_time_that_has_run_out_ends_the_row_after_one_token():
+    assert StopChecker([MaxTimeCriteria(0.0, initial_timestamp=0.0)]).kept(torch.tensor([1]), [2, 3]) == (1, True)
+    assert StopChecker([MaxTimeCriteria(3600.0)]).kept(torch.tensor([1]), [2, 3]) == (2, False)
+
+
+def test_criteria_are_not_changed():
+    eos = EosTokenCriteria([3, 4])
+    before = eos.eos_token_id
+    StopChecker([eos]).kept(torch.tensor([1]), [2])
+    assert eos.eos_token_id is before
+
+
+TOKENS = ["<pad>", *"abcdefxy\n", "\n\n", "x\n", "\ny"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    merges = [tuple(token) for token in TOKENS if len(token) == 2]
+    inner = Tokenizer(models.BPE({token: index for index, token in enumerate(TOKENS)}, merges))
+    inner.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>")
+
+
+def ids_of(*tokens):
+    return [TOKENS.index(token) for token in tokens]
+
+
+@pytest.mark.parametrize(
+    ("prefix", "new_ids", "kept"),
+    [
+        (["a"], ["b", "\n", "\n", "c"], 3),
+        (["a", "\n"], ["\n", "b"], 1),
+        (["a", "x\n"], ["\ny", "b", "b"], 1),
+        (["a"], ["\n\n", "b"], 1),
+        (["\n\n", "a"], ["b", "\n", "b"], None),
+    ],
+    ids=["inside the block", "begun before it", "inside tokens", "one token", "in the past or by half"],
+)
+def test_stop_strings_end_with_the_completing_token(tokenizer, prefix, new_ids, kept):
+    criteria = StoppingCriteriaList([StopStringCriteria(tokenizer, ["\n\n"]), MaxLengthCriteria(50)])
+    prefix, new_ids = ids_of(*prefix), ids_of(*new_ids)
+    expected = (kept or len(new_ids), kept is not None)
+    assert StopChecker(criteria).kept(torch.tensor(prefix), new_ids) == expected
+    assert plain_kept(criteria, prefix, new_ids) == expected
