@@ -12,7 +12,6 @@ from .outputs import DSparkGenerateOutput
 from .rounds import DecodingRound, DecodingStats
 from .scheduling import ConfidenceThreshold, FixedLength, Scheduler, ScheduleRequest
 
-
 __version__ = "0.1.0"
 
 __all__ = [

@@ -104,7 +104,7 @@ def run_demo(args: argparse.Namespace) -> int:
     scheduler = args.scheduler or FixedLength()
     drafted = run(inputs, assistant_model=drafter.with_options(scheduler=scheduler, on_round=live.on_round))
     live.end(drafted.new_ids[0])
-    comparisons = [Comparison(f"1 prompt, {scheduler}", plain, drafted)]
+    comparisons = [Comparison(f"1 prompt, {_words(scheduler)}", plain, drafted)]
 
     if args.batch > 1:
         terminal.line(f"\nnow {args.batch} prompts at once, without showing them ...")
@@ -112,12 +112,12 @@ def run_demo(args: argparse.Namespace) -> int:
         inputs, scheduler = _encode(tokenizer, prompts), args.scheduler or BATCH_SCHEDULER
         warm_up(target, inputs, drafter)
         drafted = run(inputs, assistant_model=drafter.with_options(scheduler=scheduler))
-        comparisons.append(Comparison(f"{args.batch} prompts, {scheduler}", run(inputs), drafted))
+        comparisons.append(Comparison(f"{args.batch} prompts, {_words(scheduler)}", run(inputs), drafted))
 
     decoding = f"temperature {args.temperature:g}, seed {args.seed}" if sampling else "greedy"
     terminal.line("\n" + "\n".join(comparison_table(comparisons, sampling=sampling)))
     terminal.line(
-        f"on {target.device.type}, {str(target.dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads, "
+        f"on {target.device.type}, {str(target.dtype).removeprefix('torch.')}, threads: {torch.get_num_threads()}, "
         f"{decoding}, up to {args.max_new_tokens} new tokens; one run each after a warm-up, prefill included"
     )
     return 0
@@ -136,6 +136,12 @@ def _encode(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> Mappi
 
 def _size(model: PreTrainedModel) -> str:
     return f"{sum(parameter.numel() for parameter in model.parameters()) / 1e6:.1f}M parameters"
+
+
+def _words(scheduler: Scheduler) -> str:
+    if isinstance(scheduler, FixedLength):
+        return "whole block" if scheduler.length is None else f"{scheduler.length} drafts"
+    return str(scheduler)
 
 
 def _at_least(kind: Callable[[str], float], minimum: float) -> Callable[[str], float]:

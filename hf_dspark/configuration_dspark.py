@@ -14,7 +14,6 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import Qwen3Config
 
-
 HEAD_TYPES = ("vanilla", "gated", "rnn")
 
 
@@ -81,7 +80,7 @@ class DSparkConfig(Qwen3Config):
     target_name_or_path: str | None = None
     target_fingerprint: str | None = None
 
-    def __post_init__(self, **kwargs: Any):
+    def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
         if self.target_hidden_size is None:
             self.target_hidden_size = self.hidden_size
@@ -119,7 +118,7 @@ class DSparkConfig(Qwen3Config):
 
     def check_target_layers(self, num_layers: int | None) -> None:
         """Raises `ValueError` unless every tapped layer exists in a target of `num_layers` and is not its last."""
-        for layer in self.target_layer_ids:
+        for layer in self.target_layer_ids or ():
             if layer < -1 or (num_layers is not None and layer >= num_layers):
                 limit = "" if num_layers is None else f" and below the target's {num_layers} layers"
                 raise ValueError(f"target_layer_ids={self.target_layer_ids}: {layer} must be at least -1{limit}")
@@ -156,7 +155,9 @@ class DSparkConfig(Qwen3Config):
             raise ValueError(f"draft_top_k={self.draft_top_k} must be at least 1, or None for no restriction")
 
     @classmethod
-    def get_config_dict(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs):
+    def get_config_dict(
+        cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         config_dict, unused = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         return from_published(config_dict), unused
 

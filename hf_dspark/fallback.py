@@ -21,7 +21,6 @@ from .outputs import DSparkGenerateOutput
 from .processors import RowProcessors, stateful_reason
 from .rounds import DecodingRound, DecodingStats
 
-
 logger = logging.get_logger(__name__)
 
 
@@ -39,10 +38,13 @@ def decode_plainly(
     input_ids: torch.LongTensor,
     synced_gpus: bool = False,
     **arguments: Any,
-) -> Any:
+) -> torch.LongTensor | DSparkGenerateOutput:
     """Runs transformers' plain loop, and says once why nothing is drafted."""
     logger.warning_once(f"Decoding without drafting: {reason}.")
-    return type(target)._sample(target, input_ids, synced_gpus=synced_gpus, **arguments)
+    output = type(target)._sample(target, input_ids, synced_gpus=synced_gpus, **arguments)
+    if isinstance(output, torch.Tensor):
+        return output
+    return DSparkGenerateOutput(**output, rounds=[], stats=DecodingStats([]))
 
 
 def decode_by_rows(

@@ -20,7 +20,6 @@ from .packed import supports_packed
 from .streaming import check_streamer, fail_stream
 from .target import TargetView
 
-
 logger = logging.get_logger(__name__)
 
 

@@ -1,8 +1,8 @@
 """The sequential heads and the confidence head: what corrects a parallel draft from left to right.
 
-Contract: a Markov head turns (previous token, hidden state) into a bias on the draft logits through a rank-r latent; the
-confidence head turns (hidden state, previous token) into the logit of "this draft survives". Neither has seen the token
-it talks about. They know nothing about the backbone, the target or decoding.
+Contract: a Markov head turns (previous token, hidden state) into a bias on the draft logits through a rank-r latent;
+the confidence head turns (hidden state, previous token) into the logit of "this draft survives". Neither has seen the
+token it talks about. They know nothing about the backbone, the target or decoding.
 
 Source: https://huggingface.co/papers/2607.05147, Eq. 4-7. Shape legend: K draft positions, D hidden, r Markov rank,
 V target vocabulary (previous tokens), Vd draft vocabulary (predicted tokens).
@@ -29,10 +29,12 @@ class MarkovHead(nn.Module):
         self.markov_w2 = nn.Linear(config.markov_rank, draft_vocab_size, bias=False)
 
     def embed(self, previous_ids: torch.LongTensor) -> torch.Tensor:
-        """`[...]` target token ids -> `[..., r]`. Ids past the table (padding rows of the target) share the last row."""
+        """`[...]` target token ids -> `[..., r]`; ids past the table (padding rows of the target) share the last row."""
         return self.markov_w1(previous_ids.clamp_max(self.markov_w1.num_embeddings - 1))
 
-    def step(self, embeds: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor | None = None):
+    def step(
+        self, embeds: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """One position: `embeds [..., r]`, `hidden [..., D]` -> (`latent [..., r]`, next state)."""
         return embeds, None
 
@@ -54,7 +56,9 @@ class GatedMarkovHead(MarkovHead):
         super().__init__(config)
         self.gate_proj = nn.Linear(config.hidden_size + config.markov_rank, config.markov_rank)
 
-    def step(self, embeds: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor | None = None):
+    def step(
+        self, embeds: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         return torch.sigmoid(self.gate_proj(torch.cat([hidden, embeds], dim=-1))) * embeds, None
 
 
@@ -65,7 +69,9 @@ class RNNMarkovHead(MarkovHead):
         super().__init__(config)
         self.joint_proj = nn.Linear(config.hidden_size + 2 * config.markov_rank, 3 * config.markov_rank)
 
-    def step(self, embeds: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor | None = None):
+    def step(
+        self, embeds: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if state is None:
             state = torch.zeros_like(embeds)
         gate, candidate, output = self.joint_proj(torch.cat([state, embeds, hidden], dim=-1)).chunk(3, dim=-1)

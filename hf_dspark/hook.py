@@ -15,9 +15,7 @@ from transformers.cache_utils import DynamicCache
 
 from .candidate_generator import DSparkCandidateGenerator
 from .generation import decode
-from .modeling_dspark import DSparkDrafter
 from .packed import install_packed_attention, uninstall_packed_attention
-
 
 _WRAPPED = ("_assisted_decoding", "_validate_generation_mode", "_get_candidate_generator")
 

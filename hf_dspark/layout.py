@@ -26,9 +26,9 @@ class PackedLayout:
         num_slots (`int`): T, one more than the highest slot written.
         rows (`torch.LongTensor` of shape `[N]`): Row of every token.
         slots (`torch.LongTensor` of shape `[N]`): Slot of every token.
-        padding (`torch.LongTensor` of shape `[R, Q]`, *optional*):
+        padding (`torch.LongTensor` of shape `[R * Q]`, *optional*):
             Token taken for each padded query. `None` when all rows have Q tokens: padding is then a reshape.
-        unpadding (`torch.LongTensor` of shape `[N]`, *optional*): Index of every token in the flattened `padding`.
+        unpadding (`torch.LongTensor` of shape `[N]`, *optional*): Index of every token in `padding`.
     """
 
     starts: tuple[int, ...]
@@ -48,7 +48,7 @@ class PackedLayout:
         longest = max(query_lengths)
         rows: list[int] = []
         slots: list[int] = []
-        padding: list[list[int]] = []
+        padding: list[int] = []
         unpadding: list[int] = []
         for row, (start, length) in enumerate(zip(starts, query_lengths, strict=True)):
             first = len(rows)
@@ -56,7 +56,7 @@ class PackedLayout:
             slots += range(start, start + length)
             # A padded query repeats a real token, so that no softmax runs over an empty row.
             last = max(first + length - 1, 0)
-            padding.append([min(first + i, last) for i in range(longest)])
+            padding += [min(first + i, last) for i in range(longest)]
             unpadding += range(row * longest, row * longest + length)
         ragged = len(rows) != len(starts) * longest
         return cls(
@@ -82,16 +82,28 @@ class PackedLayout:
             )
         return self._copies[device]
 
-    def pad(self, query: torch.Tensor) -> torch.Tensor:
-        """`[1, Hq, N, Dh]` -> `[R, Q, Hq, Dh]`; without a copy when no row is shorter than another."""
-        tokens = query[0].transpose(0, 1)
-        if self.padding is None:
-            return tokens.unflatten(0, (len(self.starts), -1))
-        return tokens[self.padding]
+    def fold(self, query: torch.Tensor, num_heads: int) -> torch.Tensor:
+        """
+        Packed queries `[1, Hq, N, Dh]`, padded per row and with the G query heads that share one of `num_heads`
+        key/value heads side by side: `[R, H, G * Q, Dh]`. So attention reads every key once and copies none.
+        """
+        head_size = query.shape[3]
+        if len(self.starts) == 1:
+            return query.reshape(1, num_heads, -1, head_size)
+        tokens = query.squeeze(0).transpose(0, 1)
+        if self.padding is not None:
+            tokens = tokens.index_select(0, self.padding)
+        num_rows, groups = len(self.starts), query.shape[1] // num_heads
+        split = tokens.reshape(num_rows, -1, num_heads, groups, head_size).permute(0, 2, 3, 1, 4)
+        return split.reshape(num_rows, num_heads, -1, head_size)
 
-    def unpad(self, output: torch.Tensor) -> torch.Tensor:
-        """`[R, Q, Hq, Dv]` -> `[1, N, Hq, Dv]`."""
-        tokens = output.flatten(0, 1)
+    def unfold(self, output: torch.Tensor, groups: int) -> torch.Tensor:
+        """Attention output `[R, H, G * Q, Dv]` -> `[1, N, Hq, Dv]`, padding dropped."""
+        num_rows, num_heads, folded, head_size = output.shape
+        split = output.reshape(num_rows, num_heads * groups, folded // groups, head_size).transpose(1, 2)
+        if num_rows == 1:
+            return split
+        tokens = split.reshape(-1, num_heads * groups, head_size)
         if self.unpadding is not None:
             tokens = tokens.index_select(0, self.unpadding)
         return tokens.unsqueeze(0)
@@ -106,8 +118,8 @@ class PackedLayout:
             dtype (`torch.dtype`): Floating type of the mask.
 
         Returns:
-            `tuple[int, torch.Tensor | None]`: the first slot that any query sees, and the mask over the slots from there
-            on, `[R, 1, G * Q, T - first]` (`None`: everything is visible).
+            `tuple[int, torch.Tensor | None]`: the first slot that any query sees, and the mask over the slots from
+            there on, `[R, 1, G * Q, T - first]` (`None`: everything is visible).
         """
         key = (window, groups, dtype)
         if key not in self._masks:
@@ -121,7 +133,8 @@ class PackedLayout:
         sees_newest = all(start + (length if self.bidirectional else 1) == self.num_slots for start, length in spans)
         if sees_newest and (window is None or self.num_slots - window <= first):
             return first, None
-        query_slots = self.slots.view(len(self.starts), -1) if self.padding is None else self.slots[self.padding]
+        query_slots = self.slots if self.padding is None else self.slots[self.padding]
+        query_slots = query_slots.view(len(self.starts), -1)
         newest = query_slots
         if self.bidirectional:
             ends = [start + length for start, length in zip(self.starts, self.query_lengths, strict=True)]

@@ -1,8 +1,8 @@
 """The three training losses (section 3.3), weighted along the block, over a full or a reduced draft vocabulary.
 
-Contract: pure torch; tensors in, `BlockLosses` out. Knows nothing about models, masks of anchors, or optimisers.
+Contract: pure torch; tensors in, `BlockLosses` out. Knows nothing about models or optimisers.
 
-    L = ce_weight * CE(data token) + tv_weight * sum_v |p_d - p_t| + confidence_weight * BCE(c_k, 1 - 1/2 sum|p_d - p_t|)
+    L = ce_weight * CE(data token) + tv_weight * sum|p_d - p_t| + confidence_weight * BCE(c_k, 1 - sum|p_d - p_t| / 2)
 
 with position weights w_k = exp(-(k-1)/decay) and every term divided by the sum of weights.
 Source: https://huggingface.co/papers/2607.05147, section 3.3. Shape legend: `...` blocks, K draft positions, Vd draft
@@ -96,7 +96,7 @@ def block_losses(
     drafted = label_ids >= 0
     cross_entropy = -log_probs.gather(-1, label_ids.clamp_min(0)[..., None]).squeeze(-1) * drafted
     missing = (1 - target_probs.sum(-1)).clamp_min(0)
-    variation = (log_probs.exp() - target_probs).abs().sum(-1) + missing
+    variation = (draft_logits.float().softmax(-1) - target_probs).abs().sum(-1) + missing
     acceptance = (1 - variation.detach() / 2).clamp(0, 1)
     confidence = draft_logits.new_zeros((), dtype=torch.float32)
     if confidence_logits is not None:

@@ -2,8 +2,8 @@
 
 Contract: `DSparkDrafter` holds weights and options, nothing about any call. `forward` is the parallel stage (Eq. 2-3):
 given embeddings of a block and the target's tapped hidden states, it returns the block's hidden states. Embeddings and
-LM head are the target's and are lent by the caller (`hf_dspark.target`). Parameter names are DeepSpec's, so that official
-folders load as they are.
+LM head are the target's and are lent by the caller (`hf_dspark.target`). Parameter names are DeepSpec's, so that
+official folders load as they are.
 
 Source: https://huggingface.co/papers/2607.05147, section 3.1. Shape legend: B batch, C context tokens, Q block slots,
 K draft positions, D hidden, M tapped layers, Dt target hidden, V / Vd target / draft vocabulary, r Markov rank.
@@ -12,7 +12,7 @@ K draft positions, D hidden, M tapped layers, Dt target hidden, V / Vd target / 
 import copy
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -32,7 +32,6 @@ from transformers.models.qwen3.modeling_qwen3 import (
 from .configuration_dspark import DSparkConfig
 from .heads import MARKOV_HEADS, ConfidenceHead
 
-
 if TYPE_CHECKING:
     from .rounds import DecodingRound
     from .scheduling import Scheduler
@@ -48,6 +47,9 @@ class DecodingOptions:
     generator: torch.Generator | None = None
 
 
+RotaryEmbeddings = tuple[torch.Tensor, torch.Tensor]  # cos and sin, [B, T, Dh]
+
+
 class DSparkAttention(Qwen3Attention):
     """Queries come from the block alone; keys and values from the context and from the block (Eq. 3)."""
 
@@ -55,7 +57,9 @@ class DSparkAttention(Qwen3Attention):
         super().__init__(config, layer_idx)
         self.is_causal = False  # inside a block every slot sees every slot
 
-    def keys_values(self, states: torch.Tensor, position_embeddings) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_values(
+        self, states: torch.Tensor, position_embeddings: RotaryEmbeddings
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """`states [B, T, D]` -> keys (normed, rotated) and values, `[B, H, T, Dh]` each."""
         shape = (*states.shape[:-1], -1, self.head_dim)
         keys = self.k_norm(self.k_proj(states).view(shape)).transpose(1, 2)
@@ -65,7 +69,7 @@ class DSparkAttention(Qwen3Attention):
         self,
         hidden_states: torch.Tensor,
         context_keys_values: tuple[torch.Tensor, torch.Tensor] | None,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        position_embeddings: RotaryEmbeddings,
         attention_mask: torch.Tensor | None,
         cache: Cache | None,
     ) -> torch.Tensor:
@@ -84,7 +88,7 @@ class DSparkAttention(Qwen3Attention):
         return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1))
 
 
-def rotate(states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def rotate(states: torch.Tensor, position_embeddings: RotaryEmbeddings) -> torch.Tensor:
     """RoPE on one tensor `[B, H, T, Dh]`."""
     return apply_rotary_pos_emb(states, states[:, :0], *position_embeddings)[0]
 
@@ -100,9 +104,17 @@ class DSparkDecoderLayer(GradientCheckpointingLayer):
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(
-        self, hidden_states, context, position_embeddings, context_position_embeddings, attention_mask, cache
+        self,
+        hidden_states: torch.Tensor,
+        context: torch.Tensor | None,
+        position_embeddings: RotaryEmbeddings,
+        context_position_embeddings: RotaryEmbeddings | None,
+        attention_mask: torch.Tensor | None,
+        cache: Cache | None,
     ) -> torch.Tensor:
-        context_kv = None if context is None else self.self_attn.keys_values(context, context_position_embeddings)
+        context_kv = None
+        if context is not None and context_position_embeddings is not None:
+            context_kv = self.self_attn.keys_values(context, context_position_embeddings)
         hidden_states = hidden_states + self.self_attn(
             self.input_layernorm(hidden_states), context_kv, position_embeddings, attention_mask, cache
         )
@@ -145,7 +157,8 @@ class DSparkDrafter(PreTrainedModel):
                 f"a drafter needs target_layer_ids and mask_token_id, got {config.target_layer_ids} and "
                 f"{config.mask_token_id}; see DSparkConfig"
             )
-        self.fc = nn.Linear(len(config.target_layer_ids) * config.target_hidden_size, config.hidden_size, bias=False)
+        width = len(config.target_layer_ids) * config.target_hidden_size  # type: ignore[operator]  # set by the config
+        self.fc = nn.Linear(width, config.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList([DSparkDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -171,7 +184,7 @@ class DSparkDrafter(PreTrainedModel):
             return None
         return self.d2t + torch.arange(self.d2t.shape[0], device=self.d2t.device)
 
-    def with_options(self, **options) -> "DSparkDrafter":
+    def with_options(self, **options: Any) -> "DSparkDrafter":
         """
         A view of this drafter that decodes differently. It shares every weight, costs nothing, and never meets another
         view: options live on the view alone.
@@ -238,13 +251,15 @@ class DSparkDrafter(PreTrainedModel):
     def write_context(
         self, context_hidden_states: torch.Tensor, context_position_ids: torch.LongTensor, cache: Cache
     ) -> None:
-        """Writes keys and values of `context_hidden_states [B, C, M*Dt]` at `context_position_ids [B, C]` to `cache`."""
+        """Writes keys and values of `context_hidden_states [B, C, M*Dt]` into `cache`, at positions `[B, C]`."""
         context = self.combine_context(context_hidden_states)
         position_embeddings = self.rotary_emb(context, context_position_ids)
         for layer in self.layers:
             cache.update(*layer.self_attn.keys_values(context, position_embeddings), layer.self_attn.layer_idx)
 
-    def teacher_forced(self, hidden: torch.Tensor, base_logits: torch.Tensor, previous_ids: torch.LongTensor):
+    def teacher_forced(
+        self, hidden: torch.Tensor, base_logits: torch.Tensor, previous_ids: torch.LongTensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """
         The sequential stage over known previous tokens (Eq. 4-7), for training and scoring.
 

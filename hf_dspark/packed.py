@@ -40,6 +40,7 @@ __all__ = [
     "uninstall_packed_attention",
 ]
 
+_ORIGINAL = "_hf_dspark_original"  # where our wrapper keeps what it wraps
 _FORWARD: ContextVar[PackedForward | None] = ContextVar("hf_dspark_packed_forward", default=None)
 
 
@@ -84,9 +85,6 @@ def packed_attention(
     """
     Attention of packed queries over slabs, with the signature of transformers' attention functions.
 
-    The G query heads that share a key/value head are folded into the query dimension, so keys and values are neither
-    repeated nor copied.
-
     Args:
         query (`torch.Tensor` of shape `[1, Hq, N, Dh]`): Packed queries.
         key (`torch.Tensor` of shape `[R, H, T, Dh]`): Keys, as [`SlabCache.update`] returned them.
@@ -118,16 +116,13 @@ def packed_attention(
     first, mask = layout.mask(sliding_window, groups=groups, dtype=query.dtype)
     if first:
         key, value = key[:, :, first:], value[:, :, first:]
-    # [R, Q, Hq, Dh] -> [R, H, G * Q, Dh]
-    padded = layout.pad(query).unflatten(2, (-1, groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    folded = layout.fold(query, key.shape[1])
     if softcap is None and s_aux is None:
-        output = nn.functional.scaled_dot_product_attention(padded, key, value, attn_mask=mask, scale=scaling)
+        output = nn.functional.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
     else:
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        output = _explicit_attention(padded, key, value, mask, scaling, softcap, s_aux)
-    # [R, H, G * Q, Dv] -> [R, Q, Hq, Dv]
-    output = output.unflatten(2, (groups, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)
-    return layout.unpad(output), None
+        output = _explicit_attention(folded, key, value, mask, scaling, softcap, s_aux)
+    return layout.unfold(output, groups), None
 
 
 def _explicit_attention(
@@ -158,7 +153,7 @@ def _explicit_attention(
 def install_packed_attention() -> None:
     """Makes transformers' attention interface answer [`packed_attention`] inside [`packed_forward`]. Idempotent."""
     original = AttentionInterface.get_interface
-    if hasattr(original, "_packed_original"):
+    if hasattr(original, _ORIGINAL):
         return
 
     @functools.wraps(original)
@@ -168,13 +163,13 @@ def install_packed_attention() -> None:
             return packed_attention
         return original(self, *args, **kwargs)
 
-    get_interface._packed_original = original
+    setattr(get_interface, _ORIGINAL, original)
     AttentionInterface.get_interface = get_interface
 
 
 def uninstall_packed_attention() -> None:
     """Undoes [`install_packed_attention`]."""
-    original = getattr(AttentionInterface.get_interface, "_packed_original", None)
+    original = getattr(AttentionInterface.get_interface, _ORIGINAL, None)
     if original is not None:
         AttentionInterface.get_interface = original
 

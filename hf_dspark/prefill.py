@@ -19,7 +19,6 @@ from .kept_cache import recall_context
 from .packed import SlabCache
 from .target import TargetView
 
-
 logger = logging.get_logger(__name__)
 
 

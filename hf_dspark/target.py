@@ -1,10 +1,11 @@
 """What a drafter borrows from its target: tapped hidden states, token embeddings, the LM head.
 
 Contract: `TargetView` checks once that a drafter and a target fit, then lends the target's *live* modules. It holds
-references for the length of one call and never copies, registers, moves or casts a target weight. It knows nothing about
-caches or decoding.
+references for the length of one call and never copies, registers, moves or casts a target weight. It knows nothing
+about caches or decoding.
 
-Shape legend: M tapped layers, Dt target hidden, D drafter hidden, K draft positions, V target vocabulary, Vd draft one.
+Shape legend: M tapped layers, Dt target hidden, D drafter hidden, K draft positions, V target vocabulary, Vd draft
+one.
 """
 
 import hashlib
@@ -35,13 +36,13 @@ class TargetView:
         config, text_config = drafter.config, target.config.get_text_config()
         if config.target_hidden_size != text_config.hidden_size:
             raise ValueError(
-                f"the drafter reads hidden states of width {config.target_hidden_size} (target_hidden_size), the target "
-                f"{type(target).__name__} has hidden_size={text_config.hidden_size}; use the drafter of this target"
+                f"the drafter reads hidden states of width {config.target_hidden_size} (target_hidden_size), but "
+                f"{type(target).__name__} has hidden_size={text_config.hidden_size}; use a drafter of this target"
             )
         if config.hidden_size != text_config.hidden_size:
             raise ValueError(
-                f"the drafter's hidden_size={config.hidden_size} must equal the target's {text_config.hidden_size}: it "
-                "uses the target's token embeddings"
+                f"the drafter's hidden_size={config.hidden_size} must equal the target's {text_config.hidden_size}: "
+                "it uses the target's token embeddings"
             )
         config.check_target_layers(text_config.num_hidden_layers)
         self.embed_tokens = target.get_input_embeddings()
@@ -68,7 +69,7 @@ class TargetView:
     @property
     def hidden_state_indices(self) -> list[int]:
         """Entries of `hidden_states` to capture: the output of layer i stands at i + 1 (0 is the embeddings)."""
-        return [layer + 1 for layer in self.drafter.config.target_layer_ids]
+        return [layer + 1 for layer in self.drafter.config.target_layer_ids or ()]
 
     def context_features(self, hidden_states: Sequence[torch.Tensor]) -> torch.Tensor:
         """The target's `hidden_states` tuple -> `[..., M*Dt]` on the drafter's device, in its dtype (Eq. 2)."""
@@ -93,6 +94,13 @@ class TargetView:
 def target_fingerprint(target: PreTrainedModel) -> str:
     """Hash of the fields of the target's text config that a drafter depends on, 16 hex digits."""
     config = target.config.get_text_config()
-    fields = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+    fields = (
+        "model_type",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "intermediate_size",
+        "vocab_size",
+    )
     described = {name: getattr(config, name, None) for name in fields}
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]

@@ -19,8 +19,8 @@ from .comparison import Comparison
 from .rounds import DecodingRound
 from .spans import IncrementalDecoder, Span, SpanBuilder
 
-CONFIDENCE_COLORS = (65, 71, 77, 83, 46)  # of the 256-colour palette, from a greyish to a bright green
-COLORS = {"correction": "38;5;220", "bonus": "38;5;75", "rejected": "9;38;5;167", "target": ""}
+CONFIDENCE_COLORS = (65, 71, 77, 76, 40)  # of the 256-colour palette, from a greyish to a bright green
+COLORS = {"correction": "38;5;178", "bonus": "38;5;75", "rejected": "9;38;5;167", "target": ""}
 # A model can write any character; those that would steer the terminal are shown as their pictures (ESC as "␛").
 _CONTROLS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
 _CONTROLS |= dict.fromkeys(range(0x7F, 0xA0), "\N{REPLACEMENT CHARACTER}")

@@ -157,8 +157,9 @@ def verify_sampling(
     rejected_probs = target_probs.new_zeros(num_rows, draft_probs.shape[-1])
     if num_drafts > 0:
         row_index = torch.arange(num_rows, device=draft_ids.device)
-        was_rejected = num_accepted < layout.lengths
-        rejected_probs = draft_probs[row_index, num_accepted.clamp(max=num_drafts - 1)] * was_rejected[:, None]
+        all_stand = num_accepted == layout.lengths
+        rejected_probs = draft_probs[row_index, num_accepted.clamp(max=num_drafts - 1)]
+        rejected_probs = rejected_probs.masked_fill(all_stand[:, None], 0.0)
     next_probs = residual_probs(
         target_probs[layout.first + num_accepted], _over_target_vocab(rejected_probs, draft_token_ids, vocab_size)
     )

@@ -69,13 +69,13 @@ def test_the_demo_shows_both_answers_and_finds_them_identical(capsys):
     assert plain == drafted and "Paris" in plain
     assert len(re.findall(r"identical$", output, re.MULTILINE)) == 2
     assert "DIFFERENT" not in output
-    assert re.search(r"^1 prompt, FixedLength\(length=None\) .*x ", output, re.MULTILINE)
-    assert re.search(r"^2 prompts, FixedLength\(length=3\) .*x ", output, re.MULTILINE)
+    assert re.search(r"^1 prompt, whole block .*x ", output, re.MULTILINE)
+    assert re.search(r"^2 prompts, 3 drafts .*x ", output, re.MULTILINE)
     assert "on cpu, float32" in output and "greedy" in output
 
 
 def test_the_sampled_demo_claims_only_the_distribution(capsys):
     output = run_demo(capsys, "--temperature", "0.7", "--seed", "5", "--scheduler", "fixed:2")
-    assert len(re.findall(r"FixedLength\(length=2\).*same distribution$", output, re.MULTILINE)) == 2
+    assert len(re.findall(r"2 drafts .*same distribution$", output, re.MULTILINE)) == 2
     assert "temperature 0.7, seed 5" in output
     assert "identical" not in output

@@ -47,7 +47,7 @@ def plain_kept(criteria, prefix, new_ids):
     return len(new_ids), False
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     prefix=st.lists(st.integers(0, 4), min_size=1, max_size=6),
     new_ids=st.lists(st.integers(0, 4), min_size=0, max_size=8),

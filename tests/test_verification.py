@@ -299,7 +299,7 @@ rounds = st.integers(0, 4).flatmap(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(rounds)
 def test_sampling_verdicts_equal_the_reference_on_ragged_rows(drawn):
     num_drafts, lengths, vocab_size, seed = drawn
@@ -325,7 +325,7 @@ def test_sampling_verdicts_equal_the_reference_on_ragged_rows(drawn):
         assert verdict.next_ids[row] == source.next_probs[row].argmax()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(rounds)
 def test_greedy_verdicts_equal_the_reference_on_ragged_rows(drawn):
     num_drafts, lengths, _, seed = drawn

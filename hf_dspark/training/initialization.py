@@ -1,0 +1,71 @@
+"""An untrained drafter that fits a target.
+
+Contract: shapes follow the target's config unless told otherwise; no weight of the target is copied but the rows of
+its head that a reduced draft vocabulary keeps.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from ..configuration_dspark import DSparkConfig
+from ..modeling_dspark import DSparkDrafter
+from ..target import target_fingerprint
+
+
+def default_target_layers(num_layers: int, count: int = 5) -> list[int]:
+    """`count` layers from the second to the third last, as in the released drafters (36 -> 1, 9, 17, 25, 33)."""
+    last = max(num_layers - 3, 0)
+    first = min(1, last)
+    return sorted({round(first + i * (last - first) / max(count - 1, 1)) for i in range(count)})
+
+
+def new_drafter(
+    target: PreTrainedModel,
+    mask_token_id: int,
+    *,
+    draft_token_ids: Sequence[int] | None = None,
+    **config: object,
+) -> DSparkDrafter:
+    """
+    An untrained float32 drafter for `target`: its shape follows the target's unless `config` (fields of
+    [`DSparkConfig`]) says otherwise.
+
+    Args:
+        target ([`~transformers.PreTrainedModel`]): the model to draft for.
+        mask_token_id (`int`): a token of the target that text does not use.
+        draft_token_ids (`Sequence[int]`, *optional*): a reduced draft vocabulary, as target ids. The drafter's head
+        then
+            starts from the target's rows and stays frozen.
+    """
+    text = target.config.get_text_config()
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    fields: dict[str, object] = {
+        "vocab_size": text.vocab_size,
+        "hidden_size": text.hidden_size,
+        "intermediate_size": text.intermediate_size,
+        "num_attention_heads": text.num_attention_heads,
+        "num_key_value_heads": text.num_key_value_heads,
+        "head_dim": head_dim,
+        "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6),
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "max_position_embeddings": text.max_position_embeddings,
+        "bos_token_id": text.bos_token_id,
+        "eos_token_id": text.eos_token_id,
+        "pad_token_id": text.pad_token_id,
+        "num_target_layers": text.num_hidden_layers,
+        "target_layer_ids": default_target_layers(text.num_hidden_layers),
+        "target_name_or_path": text.name_or_path or target.name_or_path,
+        "target_fingerprint": target_fingerprint(target),
+        "mask_token_id": mask_token_id,
+        "draft_vocab_size": None if draft_token_ids is None else len(draft_token_ids),
+    }
+    drafter = DSparkDrafter(DSparkConfig(**(fields | config)))
+    if draft_token_ids is not None:
+        token_ids = torch.tensor(sorted(draft_token_ids))
+        drafter.d2t.copy_(token_ids - torch.arange(len(token_ids)))
+        drafter.t2d.zero_()[token_ids] = True
+        drafter.lm_head.weight.data.copy_(target.get_output_embeddings().weight.data[token_ids])
+        drafter.lm_head.requires_grad_(False)
+    return drafter
