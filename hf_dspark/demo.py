@@ -39,13 +39,12 @@ BUILD_BYTES = 900 * 2**20  # wheel 93 MB (twice while pip moves it), GGUF 98 MB,
 DRAFTER_FOLDER = Path(__file__).with_name("assets") / "demo_drafter"
 
 DEMO_PROMPTS = (
-    "A baker makes 24 rolls every morning. She sells a third of them before nine o'clock and half of the rest before "
-    "noon. How many rolls are left at noon? Explain step by step.",
-    "Write a Python function that returns the second largest number of a list, with a docstring and an example.",
-    "My neighbour's dog barks at night. Write a short, friendly note that asks her to keep it inside.",
-    "A train leaves at 14:20 and travels 180 km at 60 km/h. At what time does it arrive? Show your work.",
+    "A train travels 180 km at 60 km/h. How long does the trip take?",
+    "Write a Python function that checks whether a word is a palindrome, and show how to use it.",
     "Explain to a ten-year-old why the sky is blue.",
-    "Tom has 15 marbles. He gives 4 to Ana and then wins twice as many as he gave away. How many has he now?",
+    "A garden has 5 rows of 8 tulips. 12 tulips are red and the rest are yellow. How many tulips are yellow?",
+    "My neighbour's dog barks at night. Write a short, friendly note that asks her to keep it inside.",
+    "A baker makes 24 rolls. She sells a third of them before nine and half of the rest by noon. How many are left?",
     "Write an SQL query that counts the orders of every customer in a table `orders`, and explain it.",
     "List five things to check before a long trip on a bicycle, one sentence each.",
 )

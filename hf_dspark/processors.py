@@ -105,7 +105,7 @@ class RowProcessors:
         return all(type(processor) in _PREFIX_FREE | _ROW_WISE for processor in self._processors)
 
     def apply(
-        self, scores: torch.Tensor, *, rows: Sequence[int], prefix: Callable[[int], torch.Tensor]
+        self, scores: torch.Tensor, *, rows: Sequence[int], prefix: Callable[[int], torch.Tensor | None]
     ) -> torch.Tensor:
         """
         Processes `N` entries, each as plain `generate` would process it.
@@ -113,25 +113,27 @@ class RowProcessors:
         Args:
             scores (`torch.FloatTensor` of shape `[N, V]`): Logits; left unchanged.
             rows (`Sequence[int]` of length N): Batch row of each entry.
-            prefix (`Callable[[int], torch.LongTensor]`):
+            prefix (`Callable[[int], torch.LongTensor | None]`):
                 Gives the ids `[width]` before entry n: the left-padded prompt and what was generated, or is supposed
-                to have been. Called at most once per entry, and not at all if no processor looks at ids.
+                to have been. `None` if the text would have ended before: plain `generate` would not ask, so a
+                processor that looks at ids is not asked either. Called at most once per entry, and not at all if no
+                processor looks at ids.
 
         Returns:
             `torch.FloatTensor` of shape `[N, V]`; `scores` itself if there is nothing to do.
         """
         scores = scores.float()
         no_ids = torch.empty(len(rows), 0, dtype=torch.long, device=scores.device)
-        prefixes: list[torch.Tensor] | None = None
+        prefixes: list[torch.Tensor | None] | None = None
         for processor, own in zip(self._processors, self._own, strict=True):
             if own is None:
                 scores = processor(no_ids, scores)
                 continue
             if prefixes is None:
-                prefixes = [prefix(entry)[None] for entry in range(len(rows))]
+                prefixes = [prefix(entry) for entry in range(len(rows))]
             processed = [
-                own[row](ids, scores[entry : entry + 1])
-                for entry, (row, ids) in enumerate(zip(rows, prefixes, strict=True))
+                entry_scores if ids is None else own[row](ids[None], entry_scores)
+                for row, ids, entry_scores in zip(rows, prefixes, scores.split(1), strict=True)
             ]
             scores = torch.cat(processed).float()
         return scores

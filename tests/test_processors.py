@@ -232,6 +232,20 @@ def test_each_prefix_is_asked_for_once():
     assert asked == [0, 1, 2]
 
 
+def test_after_the_end_of_a_text_no_processor_that_looks_at_ids_is_asked():
+    """A user's constraint has no answer after end-of-sequence, where plain `generate` does not ask it."""
+
+    def allowed_tokens(batch_id, ids):
+        if EOS_ID in ids.tolist():
+            raise LookupError("asked after the end")
+        return [1]
+
+    prefixes = [torch.tensor([3]), None]
+    processors = [PrefixConstrainedLogitsProcessor(allowed_tokens, num_beams=1), TemperatureLogitsWarper(0.5)]
+    scores = RowProcessors(processors, 1).apply(torch.ones(2, 4), rows=[0, 0], prefix=prefixes.__getitem__)
+    assert scores.tolist() == [[float("-inf"), 2.0, float("-inf"), float("-inf")], [2.0, 2.0, 2.0, 2.0]]
+
+
 def test_without_processors_the_scores_come_back_as_they_are():
     scores = torch.randn(3, 8)
     row_processors = RowProcessors(LogitsProcessorList(), 2)

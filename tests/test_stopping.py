@@ -82,6 +82,14 @@ def test_a_stop_token_beyond_the_maximum_length_does_not_count():
 def test_the_smallest_maximum_length_holds():
     assert StopChecker([MaxLengthCriteria(9), MaxLengthCriteria(5)]).max_length == 5
     assert StopChecker([EosTokenCriteria(3)]).max_length is None
+
+
+def test_the_tokens_that_end_a_row_are_known():
+    assert StopChecker([EosTokenCriteria([3, 4]), EosTokenCriteria(7), AnyEos(9)]).eos_ids == {3, 4, 7}
+    assert StopChecker([MaxLengthCriteria(5)]).eos_ids == set()
+
+
+def test_without_criteria_everything_is_kept():
     assert StopChecker([]).kept(torch.tensor([1]), [2, 3]) == (2, False)
 
 

@@ -7,7 +7,6 @@ unless a test asks for one (`eos_token_id=` of the target or of `generate`).
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-
 VOCAB_SIZE = 64
 PAD_ID, BOS_ID = 0, 1
 
@@ -61,6 +60,17 @@ _OWN: dict[str, tuple[str, dict]] = {
     "gpt_oss": (
         "gpt_oss",
         dict(sliding_window=8, layer_types=_LAYER_TYPES, num_local_experts=4, num_experts_per_tok=2),
+    ),
+    "gemma4": (  # two layers read the keys and values of two others; head sizes differ between kinds of layers
+        "gemma4_text",
+        dict(
+            num_hidden_layers=4,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+            num_kv_shared_layers=2,
+            sliding_window=8,
+            hidden_size_per_layer_input=8,
+            vocab_size_per_layer_input=64,
+        ),
     ),
     "qwen3_5": (
         "qwen3_5_text",

@@ -38,7 +38,6 @@ def frequent_token_ids(examples: Sequence[TrainingExample], size: int, always: S
     return sorted(kept)
 
 
-def pick(count: int, among: int, *, seed: int) -> list[int]:
-    """`count` of `range(among)` without replacement (all of them, if fewer), determined by `seed`."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randperm(among, generator=generator)[:count].tolist()
+def shuffled(count: int, *, seed: int) -> list[int]:
+    """`range(count)` in an order determined by `seed`."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()

@@ -20,7 +20,7 @@ from ..modeling_dspark import DSparkDrafter
 from ..target import TargetView
 from .blocks import AcceptanceMeter, sequence_outcome
 from .checkpoints import load_checkpoint, save_checkpoint
-from .examples import TrainingExample, pick, usable
+from .examples import TrainingExample, shuffled, usable
 from .teacher import FeatureStore, frozen, teacher_features
 
 
@@ -74,7 +74,7 @@ def step_examples(step: int, num_examples: int, config: TrainingConfig) -> list[
     orders: dict[int, list[int]] = {}
     for position in chosen:
         epoch = position // num_examples
-        orders.setdefault(epoch, pick(num_examples, num_examples, seed=config.seed + 7919 * epoch))
+        orders.setdefault(epoch, shuffled(num_examples, seed=config.seed + 7919 * epoch))
     return [orders[position // num_examples][position % num_examples] for position in chosen]
 
 
@@ -146,10 +146,9 @@ def training_step(
     """Gradients of one step, its denominator summed over all its sequences; returns the loss."""
     chosen = []
     for index in step_examples(step, len(features.examples), config):
-        example = features.examples[index]
-        candidates = example.anchors()
-        picked = pick(config.num_anchors, len(candidates), seed=config.seed + 104729 * step + index)
-        chosen.append((index, torch.tensor(sorted(candidates[i] for i in picked), device=view.target.device)))
+        candidates = torch.tensor(features.examples[index].anchors(), device=view.target.device)
+        order = shuffled(len(candidates), seed=config.seed + 104729 * step + index)
+        chosen.append((index, candidates[sorted(order[: config.num_anchors])]))
     denominator = sum(
         position_weights(
             contiguous_supervision(
@@ -179,12 +178,25 @@ def training_step(
 
 @torch.no_grad()
 def teacher_forced_acceptance(
-    target: PreTrainedModel, drafter: DSparkDrafter, examples: Sequence[TrainingExample]
+    target: PreTrainedModel,
+    drafter: DSparkDrafter,
+    examples: Sequence[TrainingExample],
+    *,
+    anchors: Sequence[Sequence[int]] | None = None,
 ) -> AcceptanceMeter:
-    """Greedy acceptance of `drafter` over every anchor of `examples`, each draft fed the true tokens before it."""
+    """
+    Greedy acceptance of `drafter` on `examples`, each draft fed the true tokens before it.
+
+    Args:
+        anchors (`Sequence[Sequence[int]]`, *optional*): For each example, where blocks start; everywhere if `None`.
+            At the anchors of live rounds the result is the live acceptance.
+    """
     view, meter = TargetView(target, drafter), AcceptanceMeter(drafter.config.num_drafts)
-    for example in usable(examples, max_length=10**9):
-        anchors = torch.tensor(example.anchors(), device=target.device)
+    for index, example in enumerate(examples):
+        starts = example.anchors() if anchors is None else anchors[index]
+        if not starts:
+            continue
+        positions = torch.tensor(starts, device=target.device)
         features = teacher_features(view, example.input_ids)
-        meter.add(sequence_outcome(view, features, example, anchors, weights=LossWeights()))
+        meter.add(sequence_outcome(view, features, example, positions, weights=LossWeights()))
     return meter
