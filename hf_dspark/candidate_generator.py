@@ -1,10 +1,11 @@
 """`DSparkCandidateGenerator`: the drafting core inside transformers' own assisted loop, batch 1.
 
-Contract: the same `DraftSession` as the packed engine, fed from the stock loop's outputs. It is the fallback for targets
-whose attention cannot be packed; the packed engine is faster and stops exactly, so it is preferred wherever it runs.
+Contract: the same `DraftSession` as the packed engine, fed from the stock loop's outputs. It is the fallback for
+targets whose attention cannot be packed; the packed engine is faster and stops exactly, so it is preferred wherever it
+runs.
 
-Source: https://huggingface.co/papers/2607.05147, section 3.1. Shape legend: S tokens so far, K draft positions, V target
-vocabulary.
+Source: https://huggingface.co/papers/2607.05147, section 3.1. Shape legend: S tokens so far, K draft positions, V
+target vocabulary.
 """
 
 import time
@@ -51,6 +52,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.on_round = options.on_round
         self.draft_length = min(self.scheduler.draft_length(block), options.max_draft_tokens or block)
         self.max_length = generation_config.max_length
+        eos = getattr(generation_config, "_eos_token_tensor", None)
+        self.end_ids = frozenset([] if eos is None else eos.flatten().tolist())
         self.session = DraftSession(
             self.view,
             1,
@@ -113,11 +116,15 @@ class DSparkCandidateGenerator(CandidateGenerator):
         num_drafts = min(self.draft_length, self.max_length - input_ids.shape[1] - 1)
         if num_drafts <= 0:
             return input_ids, None
-        drafts = self.session.propose(
-            [anchor_id], [self.position], num_drafts, rows=[0], prefix=lambda entry: input_ids[0]
-        )
+
+        def prefix(entry: int, supposed: list[int]) -> torch.Tensor | None:
+            if not self.end_ids.isdisjoint(supposed):
+                return None
+            return torch.cat([input_ids[0], input_ids.new_tensor(supposed)])
+
+        drafts = self.session.propose([anchor_id], [self.position], num_drafts, rows=[0], prefix=prefix)
         confidence = None if drafts.confidence is None else drafts.confidence.float().cpu()
-        (length,) = self.scheduler.verify_lengths(ScheduleRequest(confidence, [num_drafts], [0], self.step))
+        (length,) = self.scheduler.verify_lengths(ScheduleRequest(confidence, drafts.usable.tolist(), [0], self.step))
         self.proposal |= {"draft_ids": tuple(drafts.ids[0].tolist()), "verify_length": length}
         self.proposal["confidence"] = () if confidence is None else tuple(confidence[0].tolist())
         if length == 0:
@@ -141,8 +148,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
         count = input_ids.shape[1] - 1 if is_prefill else num_matches + 1
         # The forward may have run over rejected drafts too; verified ones come first.
         new = slice(input_ids.shape[1] - 1 - count, input_ids.shape[1] - 1)
-        kept = real[new]
-        self.session.add_context(0, features[:count][kept.to(features.device)], position_ids[new][kept].to(features.device))
+        kept = real[new].to(features.device)
+        self.session.add_context(0, features[:count][kept], position_ids[new].to(features.device)[kept])
         self.session.write_pending(1)
 
     def _target_logits(self, probs: torch.Tensor, token_ids: torch.Tensor | None) -> torch.Tensor:

@@ -1,11 +1,12 @@
 """The decoding loop: prefill, then rounds of draft -> schedule -> verify -> commit, every row in one packed forward.
 
-Contract: `decode` is what `generate(assistant_model=drafter)` runs instead of transformers' own loop. A run's state lives
-in one `Decoder`, made for the call; models keep none of it. Between scheduling and verification the batch is frozen; the
-stop cut is made before anything else sees the tokens.
+Contract: a `Decoder` is one run of `generate(assistant_model=drafter)`; all of its state lives there and models keep
+none of it. Between scheduling and verification the batch is frozen; the stop cut is made before anything else sees the
+tokens.
 
 Source: https://huggingface.co/papers/2607.05147, section 3 and Figure 2. Shape legend: R active rows, S prompt width,
-K draft positions, N packed tokens of one verification (`sum(1 + l_r)`), M tapped layers, Dt target hidden, V vocabulary.
+K draft positions, N packed tokens of one verification (`sum(1 + l_r)`), M tapped layers, Dt target hidden, V target
+vocabulary.
 """
 
 import time
@@ -105,31 +106,26 @@ class Decoder:
         return self.rows[: self.num_active]
 
     def prefill(self) -> None:
-        """The prompt, the first token of every row (drawn as plain `generate` draws it), the drafter's first context."""
-        state = prefill(
-            self.view,
-            self.input_ids,
-            self.config,
-            self.model_kwargs,
-            all_hidden_states=self.record.wants_hidden_states,
-        )
-        self.cache, self.columns, self.num_columns = state.cache, state.columns, state.num_columns
+        """The prompt, each row's first token (drawn as plain `generate` draws it), the drafter's first context."""
+        everything = self.record.wants_hidden_states
+        state = prefill(self.view, self.input_ids, self.config, self.model_kwargs, all_hidden_states=everything)
+        self.cache, self.columns, self.earlier = state.cache, state.columns, state.earlier
         self.session = DraftSession(
             self.view,
             len(self.input_ids),
             do_sample=self.config.do_sample,
             processors=self.processors,
             random_source=self.random_source,
-            cache=state.draft_cache,
+            cache=None if state.earlier is None else state.earlier.cache,
         )
         for row, pairs in enumerate(state.context):
             for features, positions in pairs:
                 self.session.add_context(row, features, positions)
         if not self._gives_cache_back:
             self.model_kwargs["cache"].layers.clear()  # packed by now; the dense copy is nobody's
+        self._check_logits(state.logits, "the prefill")
         scores = self.logits_processor(self.input_ids, state.logits.clone())
-        top = self._top_ids(scores, "the prefill")
-        first = self.random_source.categorical(scores.softmax(-1)) if self.config.do_sample else top
+        first = self.random_source.categorical(scores.softmax(-1)) if self.config.do_sample else scores.argmax(-1)
         self.record.add_prefill(scores, state.logits, state.hidden_states)
         self.rows = [Row(index, position) for index, position in enumerate(state.last_positions)]
         self.num_active = len(self.rows)
@@ -155,13 +151,10 @@ class Decoder:
             anchor_id, anchor_position = row.anchor_id, row.anchor_position
             kept, stop = self._commit(row, [*draft_ids[entry][: accepted[entry]], next_ids[entry]])
             stopped.append(stop)
-            # In the cache belong the anchor and all that was kept but its newest token: as many as were kept.
-            self.cache.lengths[entry] += len(kept)
+            # Verified are the anchor and all that was kept but its newest token: as many as were kept.
             verified_part = slice(offset, offset + len(kept))
-            positions = torch.arange(anchor_position, anchor_position + len(kept), device=features.device)
-            self.session.add_context(entry, features[verified_part], positions)
-            hidden_states = [s[0, verified_part] for s in outputs.hidden_states] if self.record.wants_hidden_states else ()
-            self.record.add(row.index, scores[verified_part], logits[verified_part], hidden_states)
+            self._absorb(entry, anchor_position, features[verified_part])
+            self.record.add(row.index, verified_part, scores, logits, outputs.hidden_states)
             self._report(
                 DecodingRound(
                     row=row.index,
@@ -192,12 +185,12 @@ class Decoder:
             [row.anchor_position for row in self.active],
             num_drafts,
             rows=[row.index for row in self.active],
-            prefix=lambda entry: self._ids(self.rows[entry]),
+            prefix=lambda entry, supposed: self._supposed_ids(self.rows[entry], supposed),
         )
 
     def schedule(self, drafts: Drafts) -> list[int]:
         """Verify lengths l_r, each within what was drafted and what the row can still use."""
-        limits = [min(drafts.ids.shape[1], self._room(row)) for row in self.active]
+        limits = [min(n, self._room(row)) for n, row in zip(drafts.usable.tolist(), self.active, strict=True)]
         if not any(limits):
             return limits
         confidence = None if drafts.confidence is None else drafts.confidence.float().cpu()
@@ -209,30 +202,25 @@ class Decoder:
 
     def verify(self, draft_ids: list[list[int]], lengths: list[int]) -> tuple[Any, torch.Tensor, torch.Tensor]:
         """One target forward over every row's anchor and drafts: its output, logits `[N, V]`, processed scores."""
-        device, rows = self.input_ids.device, self.active
-        tokens = [[row.anchor_id, *ids[:n]] for row, ids, n in zip(rows, draft_ids, lengths, strict=True)]
-        positions = [row.anchor_position + depth for row, part in zip(rows, tokens) for depth in range(len(part))]
-        outputs = packed_forward(
-            self.target,
-            torch.tensor([[token for part in tokens for token in part]], device=device),
-            torch.tensor([positions], device=device),
-            cache=self.cache,
-            layout=self.cache.layout([len(part) for part in tokens]),
-            output_hidden_states=True if self.record.wants_hidden_states else self.view.hidden_state_indices,
-        )
-        logits = outputs.logits[0].to(device=device, dtype=torch.float32)
-        owners = [(row, part[1 : depth + 1]) for row, part in zip(rows, tokens) for depth in range(len(part))]
+        tokens = [[row.anchor_id, *ids[:n]] for row, ids, n in zip(self.active, draft_ids, lengths, strict=True)]
+        outputs = self._forward(tokens)
+        logits = outputs.logits[0].to(device=self.input_ids.device, dtype=torch.float32)
+        self._check_logits(logits, f"round {self.step}")
+        owners = [
+            (row, part[1 : depth + 1])
+            for row, part in zip(self.active, tokens, strict=True)
+            for depth in range(len(part))
+        ]
         scores = self.processors.apply(
-            logits, rows=[row.index for row, _ in owners], prefix=lambda entry: self._ids(*owners[entry])
+            logits, rows=[row.index for row, _ in owners], prefix=lambda entry: self._supposed_ids(*owners[entry])
         )
         return outputs, logits, scores
 
     def judge(self, drafts: Drafts, scores: torch.Tensor, lengths: list[int]) -> Verdict:
         """Accepts and rejects (section 2 of the losslessness laws), from processed scores `[N, V]`."""
         device = scores.device
-        top_ids = self._top_ids(scores, f"round {self.step}")
-        if not self.config.do_sample:
-            return verify_greedy(drafts.ids.to(device), top_ids, verify_lengths=lengths)
+        if drafts.probs is None:
+            return verify_greedy(drafts.ids.to(device), scores.argmax(-1), verify_lengths=lengths)
         return verify_sampling(
             drafts.ids.to(device),
             scores.softmax(-1),
@@ -241,6 +229,29 @@ class Decoder:
             random_source=self.random_source,
             draft_token_ids=None if drafts.token_ids is None else drafts.token_ids.to(device),
         )
+
+    def _forward(self, tokens: Sequence[Sequence[int]]) -> Any:
+        """The target over `tokens` of every row, from its anchor on, in one packed forward."""
+        positions = [
+            row.anchor_position + depth
+            for row, part in zip(self.rows[: len(tokens)], tokens, strict=True)
+            for depth in range(len(part))
+        ]
+        device = self.input_ids.device
+        return packed_forward(
+            self.target,
+            torch.tensor([[token for part in tokens for token in part]], device=device),
+            torch.tensor([positions], device=device),
+            cache=self.cache,
+            layout=self.cache.layout([len(part) for part in tokens]),
+            output_hidden_states=True if self.record.wants_hidden_states else self.view.hidden_state_indices,
+        )
+
+    def _absorb(self, entry: int, position: int, features: torch.Tensor) -> None:
+        """Makes verified tokens a lasting part of a row, in both caches: `features [C, M*Dt]` from `position` on."""
+        self.cache.lengths[entry] += len(features)
+        positions = torch.arange(position, position + len(features), device=features.device)
+        self.session.add_context(entry, features, positions)
 
     def output(self) -> torch.LongTensor | DSparkGenerateOutput:
         """The finished batch, padded like plain `generate`'s."""
@@ -273,29 +284,28 @@ class Decoder:
 
     def _give_cache_back(self, sequences: torch.LongTensor) -> None:
         """Writes the verified tokens into the dense cache and leaves the drafter's context with it."""
-        columns = [
-            torch.cat([prompt, torch.arange(self.num_columns, self.num_columns + length - len(prompt))])
-            for prompt, length in zip(self.columns, self.cache.lengths, strict=True)
-        ]
-        self.cache.export_dense(self.model_kwargs["cache"], columns)
+        # Plain `generate` feeds every row until the last one ends, so rows that ended before have all tokens cached.
+        longest = max(len(row.new_ids) for row in self.rows)
+        ended = [entry for entry, row in enumerate(self.rows) if len(row.new_ids) < longest]
+        if ended:
+            outputs = self._forward([[row.anchor_id] if len(row.new_ids) < longest else [] for row in self.rows])
+            for entry, features in zip(ended, self.view.context_features(outputs.hidden_states)[0], strict=True):
+                self._absorb(entry, self.rows[entry].anchor_position, features[None])
+        cache, columns = self.model_kwargs["cache"], self.columns.of_slots(self.cache.lengths)
+        self.cache.export_dense(cache, columns)
         self.session.write_pending(len(self.rows))
-        if self.input_ids.shape[1] == self.num_columns:
-            remember_context(
-                self.model_kwargs["cache"], self.view.drafter, self.session.cache, columns, sequences
-            )
+        remember_context(cache, self.view.drafter, self.session.cache, columns, sequences, self.earlier)
 
-    def _top_ids(self, scores: torch.Tensor, when: str) -> torch.LongTensor:
-        """Argmax `[N]` of scores `[N, V]`; it lands on a nan if there is one, so one look finds it."""
-        top_ids = scores.argmax(-1)
-        if scores.gather(-1, top_ids[:, None]).isnan().any():
+    def _check_logits(self, logits: torch.Tensor, when: str) -> None:
+        """Raises `ValueError` if the target's logits hold a nan, unless the caller asked to have them removed."""
+        if not self.config.remove_invalid_values and logits.isnan().any():
             raise ValueError(
                 f"the target's logits are nan in {when}, so no token can be chosen. Check its weights and its dtype "
                 "(some models overflow in float16: try bfloat16 or float32)"
             )
-        return top_ids
 
     def _room(self, row: Row) -> int:
-        """Drafts the row can still use: one less than the tokens it may generate, since a round adds one of its own."""
+        """Drafts the row can still use: one less than its remaining tokens, since a round adds one of its own."""
         if self.stops.max_length is None:
             return self.draft_length
         return max(self.stops.max_length - self.input_ids.shape[1] - len(row.new_ids) - 1, 0)
@@ -304,9 +314,14 @@ class Decoder:
         """Ids of a row as plain `generate` holds them: left-padded prompt, generated tokens; then supposed ones."""
         return torch.cat([self.input_ids[row.index], self.input_ids.new_tensor([*row.new_ids, *supposed])])
 
+    def _supposed_ids(self, row: Row, supposed: Sequence[int]) -> torch.LongTensor | None:
+        """The same, or `None` after a supposed token that ends the row: plain `generate` never asks what follows."""
+        return self._ids(row, supposed) if self.stops.eos_ids.isdisjoint(supposed) else None
+
     def _commit(self, row: Row, token_ids: list[int]) -> tuple[list[int], bool]:
         """Appends tokens up to the first stop; returns those kept, and whether the row has stopped."""
-        count, stopped = self.stops.kept(self._ids(row), token_ids)
+        width = self.input_ids.shape[1] + len(row.new_ids)
+        count, stopped = self.stops.kept(token_ids, width=width, prefix=lambda: self._ids(row))
         kept = token_ids[:count]
         row.new_ids.extend(kept)
         row.anchor_position += len(kept)

@@ -4,9 +4,9 @@ Contract: a `DraftSession` lives as long as one decoding run. It holds the draft
 what becomes of them is none of its business. The probabilities it returns are exactly those its drafts were drawn from
 (Markov-corrected, processed, restricted), which is what losslessness rests on.
 
-Source: https://huggingface.co/papers/2607.05147, section 3.1, Eq. 2-7. Shape legend: R active rows, L drafted positions
-(at most K), Q slots of a block, N packed context tokens, M tapped layers, Dt target hidden, V / Vd target / draft
-vocabulary.
+Source: https://huggingface.co/papers/2607.05147, section 3.1, Eq. 2-7. Shape legend: R active rows, L drafted
+positions (at most K), Q slots of a block, N packed context tokens, M tapped layers, Dt target hidden, V / Vd target /
+draft vocabulary.
 """
 
 import dataclasses
@@ -19,6 +19,9 @@ from .processors import RowProcessors
 from .target import TargetView
 from .verification import RandomSource
 
+# (entry, supposed tokens after its anchor) -> the row's ids with them, or None if the row would have ended before.
+Prefix = Callable[[int, list[int]], torch.Tensor | None]
+
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Drafts:
@@ -28,21 +31,27 @@ class Drafts:
     Attributes:
         ids (`torch.LongTensor` of shape `[R, L]`): Drafted target token ids.
         probs (`torch.FloatTensor` of shape `[R, L, Vd]`, *optional*): What each was drawn from; `None` when greedy.
-        token_ids (`torch.LongTensor` of shape `[Vd]`, *optional*): Target id of each column of `probs`; `None`: the same.
+        token_ids (`torch.LongTensor` of shape `[Vd]`, *optional*): Target id of each column of `probs`; `None`: the
+            same.
         confidence (`torch.FloatTensor` of shape `[R, L]`, *optional*): Calibrated survival chance of each, given those
             before it (Eq. 7); known before the draft is drawn.
+        usable (`torch.LongTensor` of shape `[R]`): Leading drafts that may be verified: those before the position at
+            which the call's processors forbid everything that can be drafted. That is known before the position is
+            drawn, so the limit is lossless.
     """
 
     ids: torch.Tensor
     probs: torch.Tensor | None
     token_ids: torch.Tensor | None
     confidence: torch.Tensor | None
+    usable: torch.Tensor
 
     @classmethod
     def none(cls, num_rows: int, vocab_size: int, device: torch.device, do_sample: bool) -> "Drafts":
         """A round without drafts: the target decodes one token a row."""
         nothing = torch.empty(num_rows, 0, dtype=torch.long, device=device)
-        return cls(nothing, torch.empty(num_rows, 0, vocab_size, device=device) if do_sample else None, None, None)
+        no_probs = torch.empty(num_rows, 0, vocab_size, device=device) if do_sample else None
+        return cls(nothing, no_probs, None, None, torch.zeros(num_rows, dtype=torch.long, device=device))
 
 
 class DraftSession:
@@ -114,7 +123,7 @@ class DraftSession:
         num_drafts: int,
         *,
         rows: Sequence[int],
-        prefix: Callable[[int], torch.Tensor],
+        prefix: Prefix,
     ) -> Drafts:
         """
         Drafts up to `num_drafts` tokens after the anchor of every active row.
@@ -124,7 +133,7 @@ class DraftSession:
             anchor_positions (`Sequence[int]` of length R): Their position ids.
             num_drafts (`int`): L, at most the block's K.
             rows (`Sequence[int]` of length R): Batch row of each, for the processors.
-            prefix (`Callable[[int], torch.LongTensor]`): Ids of entry r up to its anchor; asked only if needed.
+            prefix ([`Prefix`]): Ids of entry r with supposed tokens after its anchor; asked only if needed.
         """
         self.write_pending(len(rows))
         hidden = self._parallel_stage(anchor_ids, anchor_positions)[:, :num_drafts]
@@ -146,13 +155,15 @@ class DraftSession:
         return hidden.view(num_rows, num_slots, -1)[:, num_slots - config.num_drafts :]
 
     def _sequential_stage(
-        self, hidden: torch.Tensor, anchor_ids: Sequence[int], rows: Sequence[int], prefix: Callable[[int], torch.Tensor]
+        self, hidden: torch.Tensor, anchor_ids: Sequence[int], rows: Sequence[int], prefix: Prefix
     ) -> Drafts:
         """Eq. 4-7, left to right: correct, process, draw."""
         drafter = self.view.drafter
         base_logits = self.view.base_logits(hidden)
         previous = torch.tensor(anchor_ids, device=hidden.device)
-        embeds, state = None, None
+        usable = torch.full_like(previous, hidden.shape[1])
+        token_ids = self._token_ids if self.processors.vocabulary_free else None
+        embeds, latent, state = None, None, None
         drawn: list[torch.Tensor] = []
         probs: list[torch.Tensor] = []
         confidence: list[torch.Tensor] = []
@@ -161,57 +172,59 @@ class DraftSession:
             if drafter.markov_head is not None:
                 embeds = drafter.markov_head.embed(previous)
                 latent, state = drafter.markov_head.step(embeds, here, state)
-            else:
-                latent = None
             if drafter.confidence_head is not None:  # before the draw: it must not see this position's draft
                 confidence.append(drafter.confidence_head(here, embeds) / self._temperatures[position])
-            logits = self._processed(self._corrected(logits, latent), rows, prefix, drawn)
+            logits, usable = self._processed(self._corrected(logits, latent), rows, prefix, drawn, usable)
             columns = logits.argmax(-1)
             if self.do_sample:
                 probs.append(logits.softmax(-1))
                 columns = self.random_source.categorical(probs[-1])
-            previous = columns if self._columns_are_ids else self._token_ids[columns]
+            previous = columns if token_ids is None else token_ids[columns]
             drawn.append(previous)
         return Drafts(
             ids=torch.stack(drawn, dim=1),
             probs=torch.stack(probs, dim=1) if probs else None,
-            token_ids=None if self._columns_are_ids else self._token_ids,
+            token_ids=token_ids,
             confidence=torch.stack(confidence, dim=1).sigmoid() if confidence else None,
+            usable=usable,
         )
-
-    @property
-    def _columns_are_ids(self) -> bool:
-        return self._token_ids is None or not self.processors.vocabulary_free
 
     def _corrected(self, logits: torch.Tensor, latent: torch.Tensor | None) -> torch.Tensor:
         """Adds the transition bias to `[R, Vd]`; with `draft_top_k`, only the largest base logits stay in play."""
         head, top_k = self.view.drafter.markov_head, self.view.drafter.config.draft_top_k
         if top_k is None or top_k >= logits.shape[-1]:
-            if latent is None:
+            if head is None or latent is None:
                 return logits
             return logits + head.bias(latent).float()[..., : logits.shape[-1]]
         kept, candidates = logits.topk(top_k, dim=-1)
-        if latent is not None:
+        if head is not None and latent is not None:
             kept = kept + head.bias(latent, candidates).float()
         return torch.full_like(logits, float("-inf")).scatter_(-1, candidates, kept)
 
     def _processed(
-        self, logits: torch.Tensor, rows: Sequence[int], prefix: Callable[[int], torch.Tensor], drawn: list[torch.Tensor]
-    ) -> torch.Tensor:
-        """Applies the call's processors to the logits of the position after the prefix and `drawn`."""
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[int],
+        prefix: Prefix,
+        drawn: list[torch.Tensor],
+        usable: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Applies the call's processors to the logits of the position after `drawn`; shortens `usable` if need be."""
+        position = len(drawn)
         if not self.processors.vocabulary_free:  # they name tokens: give them the target's vocabulary
             logits = self._over_target_vocabulary(logits)
 
-        def prefix_so_far(entry: int) -> torch.Tensor:
-            ids = prefix(entry)
-            return torch.cat([ids, *(step[entry : entry + 1].to(ids.device) for step in drawn)])
+        def prefix_so_far(entry: int) -> torch.Tensor | None:
+            if int(usable[entry]) < position:
+                return None  # after a draft that cannot be: no processor need have an answer to it
+            return prefix(entry, [int(step[entry]) for step in drawn])
 
         processed = self.processors.apply(logits, rows=rows, prefix=prefix_so_far)
         if processed is logits:
-            return logits
-        # Processors may forbid all that can be drafted here. Any proposal is lossless then: it will be rejected.
-        nothing_left = ~processed.isfinite().any(-1, keepdim=True)
-        return torch.where(nothing_left, logits, processed)
+            return logits, usable
+        possible = processed.isfinite().any(-1)
+        usable = torch.where(possible, usable, usable.clamp_max(position))
+        return torch.where(possible[:, None], processed, logits), usable
 
     def _over_target_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
         """`[R, Vd]` -> `[R, V]`, -inf where nothing can be drafted."""

@@ -1,7 +1,7 @@
 """Decoding without the packed engine: row by row in transformers' assisted loop, or not speculating at all.
 
 Contract: the text is right in every case; each limit is said once. The stock loop takes one row at a time and looks at
-stopping criteria other than end-of-sequence and length only once a block, so calls that need more than that decode plainly.
+stopping criteria other than end-of-sequence and length only once a block, so calls that need more decode plainly.
 
 Shape legend: R batch rows, S prompt width.
 """
@@ -67,12 +67,13 @@ def decode_by_rows(
         reason (`str`): What packing does not support; told once.
         stock_loop (`Callable`): `GenerationMixin._assisted_decoding` as transformers defines it.
     """
-    shared = {"logits_processor": logits_processor, "stopping_criteria": stopping_criteria}
-    shared |= {"generation_config": generation_config, "streamer": streamer}
-    if beyond := _beyond_stock_loop(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs):
-        return decode_plainly(target, f"packing does not support {reason}, and the stock loop does not support {beyond}",
-                              input_ids=input_ids, **shared, **model_kwargs)
+    shared = {"stopping_criteria": stopping_criteria, "generation_config": generation_config, "streamer": streamer}
+    if beyond := _beyond_stock_loop(input_ids, stopping_criteria, generation_config, model_kwargs):
+        reason = f"packing does not support {reason}, and the stock loop does not support {beyond}"
+        shared["logits_processor"] = logits_processor
+        return decode_plainly(target, reason, input_ids=input_ids, **shared, **model_kwargs)
     logger.warning_once(f"Rows are decoded one after another: packing does not support {reason}.")
+    processors = RowProcessors(logits_processor, len(input_ids))
     rounds: list[DecodingRound] = []
     outputs = []
     for row in range(len(input_ids)):
@@ -87,6 +88,7 @@ def decode_by_rows(
                 target,
                 input_ids[row : row + 1],
                 assistant_model=drafter.with_options(on_round=report),
+                logits_processor=processors.of_row(row),
                 **shared,
                 **_row_kwargs(target, model_kwargs, row, len(input_ids)),
             )
@@ -99,7 +101,6 @@ def decode_by_rows(
 
 def _beyond_stock_loop(
     input_ids: torch.LongTensor,
-    logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     model_kwargs: dict[str, Any],
@@ -110,10 +111,10 @@ def _beyond_stock_loop(
             return f"{type(criterion).__name__} (it is looked at once a block)"
     if model_kwargs["cache"].get_seq_length() > 0:
         return "a cache with content"
+    if not model_kwargs["cache"].is_croppable:
+        return f"a {type(model_kwargs['cache']).__name__} that cannot be cropped"
     if len(input_ids) > 1 and generation_config.return_dict_in_generate:
         return "return_dict_in_generate for a batch"
-    if len(input_ids) > 1 and not RowProcessors(logits_processor, 1).row_independent:
-        return "logits processors that are bound to rows of the batch"
     if generation_config.return_dict_in_generate and generation_config.output_hidden_states:
         return "output_hidden_states"
     return None

@@ -1,7 +1,7 @@
 """What `generate(assistant_model=drafter)` calls: chooses the packed engine, the stock loop, or plain decoding.
 
-Contract: `decode` has the signature of transformers' decoding methods. It refuses what cannot work before any forward, says
-once what it cannot speed up, and runs everything else in the packed engine.
+Contract: `decode` has the signature of transformers' decoding methods. It refuses what cannot work before any forward,
+says once what it cannot speed up, and runs everything else in the packed engine.
 
 Shape legend: R batch rows, S prompt width.
 """
@@ -16,8 +16,8 @@ from transformers.utils import logging
 from .decoding import Decoder
 from .fallback import decode_by_rows, decode_plainly, reason_to_decode_plainly
 from .modeling_dspark import DSparkDrafter
-from .packed import supports_packed
-from .streaming import check_streamer, fail_stream
+from .packed import packs
+from .streaming import check_streamer
 from .target import TargetView
 
 logger = logging.get_logger(__name__)
@@ -60,18 +60,14 @@ def decode(
         "generation_config": generation_config,
         "streamer": streamer,
     }
-    try:
-        if reason := reason_to_decode_plainly(logits_processor, synced_gpus):
-            return decode_plainly(target, reason, synced_gpus=synced_gpus, **arguments, **model_kwargs)
-        packable, reason = supports_packed(target, model_kwargs)
-        if packable:
-            return Decoder(target, assistant_model, model_kwargs=model_kwargs, **arguments).run()
-        return decode_by_rows(
-            target, assistant_model, reason, stock_loop=stock_loop, model_kwargs=model_kwargs, **arguments
-        )
-    except BaseException as error:
-        fail_stream(streamer, error)
-        raise
+    if reason := reason_to_decode_plainly(logits_processor, synced_gpus):
+        return decode_plainly(target, reason, synced_gpus=synced_gpus, **arguments, **model_kwargs)
+    packable, reason = packs(target, model_kwargs, input_ids.device, max_length=generation_config.max_length)
+    if packable:
+        return Decoder(target, assistant_model, model_kwargs=model_kwargs, **arguments).run()
+    return decode_by_rows(
+        target, assistant_model, reason, stock_loop=stock_loop, model_kwargs=model_kwargs, **arguments
+    )
 
 
 def check_arguments(
@@ -95,5 +91,7 @@ def check_arguments(
             "Call generate without assistant_model to get them"
         )
     if generation_config.assistant_ensemble_weight is not None:
-        logger.warning_once("`assistant_ensemble_weight` is ignored: DSpark decoding does not change the target's text.")
+        logger.warning_once(
+            "`assistant_ensemble_weight` is ignored: a DSpark drafter does not change the target's text."
+        )
     check_streamer(streamer, len(input_ids))

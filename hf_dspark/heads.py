@@ -29,7 +29,7 @@ class MarkovHead(nn.Module):
         self.markov_w2 = nn.Linear(config.markov_rank, draft_vocab_size, bias=False)
 
     def embed(self, previous_ids: torch.LongTensor) -> torch.Tensor:
-        """`[...]` target token ids -> `[..., r]`; ids past the table (unused rows of the target) share its last row."""
+        """`[...]` target token ids -> `[..., r]`; ids past the table (unused target rows) share its last row."""
         return self.markov_w1(previous_ids.clamp_max(self.markov_w1.num_embeddings - 1))
 
     def step(

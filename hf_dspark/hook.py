@@ -1,13 +1,15 @@
 """The hook: how `generate(assistant_model=drafter)` reaches this library.
 
-Contract: `install()` wraps three methods of transformers' `GenerationMixin` once; each looks at the assistant, and anything
-but a DSpark drafter passes through untouched. `uninstall()` puts the originals back. Nothing is stored on a model.
+Contract: `install()` wraps four methods of transformers' `GenerationMixin` once; each looks at the assistant, and
+anything but a DSpark drafter passes through untouched. `uninstall()` puts the originals back. Nothing is stored on a
+model.
 
 Assistants are told by the class attribute `is_dspark_drafter`, not by type, so that remote-code copies work too.
 """
 
 import copy
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from transformers import GenerationMixin
@@ -16,8 +18,7 @@ from transformers.cache_utils import DynamicCache
 from .candidate_generator import DSparkCandidateGenerator
 from .generation import decode
 from .packed import install_packed_attention, uninstall_packed_attention
-
-_WRAPPED = ("_assisted_decoding", "_validate_generation_mode", "_get_candidate_generator")
+from .streaming import check_streamer, failures_reach_the_reader
 
 
 def is_drafter(assistant: Any) -> bool:
@@ -25,9 +26,23 @@ def is_drafter(assistant: Any) -> bool:
     return getattr(type(assistant), "is_dspark_drafter", False) is True
 
 
-def _assisted_decoding(original):
+def _generate(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        streamer = kwargs.get("streamer")
+        if streamer is None or not is_drafter(kwargs.get("assistant_model")):
+            return original(self, *args, **kwargs)
+        with failures_reach_the_reader(streamer):
+            prompts = [*args[:1], *(kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))]
+            check_streamer(streamer, max((len(prompt) for prompt in prompts if prompt is not None), default=1))
+            return original(self, *args, **kwargs)
+
+    return wrapper
+
+
+def _assisted_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)  # generate() reads the signature for `inputs_tensor`
-    def wrapper(self, input_ids, *args, assistant_model=None, **kwargs):
+    def wrapper(self: Any, input_ids: Any, *args: Any, assistant_model: Any = None, **kwargs: Any) -> Any:
         if not is_drafter(assistant_model):
             return original(self, input_ids, *args, assistant_model=assistant_model, **kwargs)
         return decode(self, input_ids, *args, assistant_model=assistant_model, stock_loop=original, **kwargs)
@@ -35,9 +50,9 @@ def _assisted_decoding(original):
     return wrapper
 
 
-def _validate_generation_mode(original):
+def _validate_generation_mode(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def wrapper(self, generation_mode, generation_config, generation_mode_kwargs):
+    def wrapper(self: Any, generation_mode: Any, generation_config: Any, generation_mode_kwargs: Any) -> Any:
         if not is_drafter(generation_mode_kwargs.get("assistant_model")):
             return original(self, generation_mode, generation_config, generation_mode_kwargs)
         # Stock refuses several return sequences and differing vocabulary sizes; both are fine here.
@@ -50,9 +65,9 @@ def _validate_generation_mode(original):
     return wrapper
 
 
-def _get_candidate_generator(original):
+def _get_candidate_generator(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def wrapper(self, *args, assistant_model=None, **kwargs):
+    def wrapper(self: Any, *args: Any, assistant_model: Any = None, **kwargs: Any) -> Any:
         if not is_drafter(assistant_model):
             return original(self, *args, assistant_model=assistant_model, **kwargs)
         return DSparkCandidateGenerator(self, assistant_model, **kwargs)
@@ -72,19 +87,22 @@ def refuse_recurrent(target: Any) -> None:
         )
 
 
+_WRAPPERS = {
+    "generate": _generate,
+    "_assisted_decoding": _assisted_decoding,
+    "_validate_generation_mode": _validate_generation_mode,
+    "_get_candidate_generator": _get_candidate_generator,
+}
+
+
 def install() -> None:
     """
     Makes `generate` decode with DSpark drafters. `import hf_dspark` does it; calling it again changes nothing.
     """
-    wrappers = {
-        "_assisted_decoding": _assisted_decoding,
-        "_validate_generation_mode": _validate_generation_mode,
-        "_get_candidate_generator": _get_candidate_generator,
-    }
-    for name, wrap in wrappers.items():
+    for name, wrap in _WRAPPERS.items():
         original = getattr(GenerationMixin, name)
         if not hasattr(original, "_dspark_original"):
-            wrapper = wrap(original)
+            wrapper: Any = wrap(original)
             wrapper._dspark_original = original
             setattr(GenerationMixin, name, wrapper)
     install_packed_attention()
@@ -92,7 +110,7 @@ def install() -> None:
 
 def uninstall() -> None:
     """Undoes [`install`]: `generate` no longer knows DSpark drafters."""
-    for name in _WRAPPED:
+    for name in _WRAPPERS:
         original = getattr(getattr(GenerationMixin, name), "_dspark_original", None)
         if original is not None:
             setattr(GenerationMixin, name, original)

@@ -1,8 +1,8 @@
 """What `generate` returns with `return_dict_in_generate=True`: plain generate's fields, plus the rounds.
 
-Contract: `GenerationRecord` gathers scores, logits and hidden states row by row, in whatever rhythm rows commit tokens, and
-lays them out as plain `generate` does: one tuple entry for each generated index. Rows that had already stopped at an
-index hold zeros there.
+Contract: `GenerationRecord` gathers scores, logits and hidden states row by row, in whatever rhythm rows commit
+tokens, and lays them out as plain `generate` does: one tuple entry for each generated index. Rows that had already
+stopped at an index hold zeros there.
 
 Shape legend: R rows, S prompt width, V vocabulary, D hidden.
 """
@@ -53,20 +53,30 @@ class GenerationRecord:
     def add_prefill(self, scores: torch.Tensor, logits: torch.Tensor, hidden_states: Sequence[torch.Tensor]) -> None:
         """First token of every row: `scores [R, V]`, `logits [R, V]`, `hidden_states` of `[R, S, D]`."""
         for row in range(len(scores)):
-            self.add(row, scores[row : row + 1], logits[row : row + 1], ())
+            self._add(row, slice(row, row + 1), scores, logits)
         if self.hidden_states is not None:
             self.prompt_hidden_states = tuple(hidden_states)
 
     def add(
-        self, row: int, scores: torch.Tensor, logits: torch.Tensor, hidden_states: Sequence[torch.Tensor]
+        self,
+        row: int,
+        entries: slice,
+        scores: torch.Tensor,
+        logits: torch.Tensor,
+        hidden_states: Sequence[torch.Tensor],
     ) -> None:
-        """Tokens that `row` committed: `scores [n, V]`, `logits [n, V]`, `hidden_states` of `[n, D]` (or none)."""
+        """Gives `row` its `entries` of a round: of `scores [N, V]`, `logits [N, V]`, `hidden_states [1, N, D]` each."""
+        self._add(row, entries, scores, logits)
+        if self.hidden_states is not None:
+            own = [states[0, entries].clone() for states in hidden_states]
+            self.hidden_states[row].extend(zip(*own, strict=True))
+
+    def _add(self, row: int, entries: slice, scores: torch.Tensor, logits: torch.Tensor) -> None:
+        # Copies: a view would keep the whole round alive.
         if self.scores is not None:
-            self.scores[row].extend(scores.clone())  # a view would keep the whole round's scores alive
+            self.scores[row].extend(scores[entries].clone())
         if self.logits is not None:
-            self.logits[row].extend(logits.clone())
-        if self.hidden_states is not None and hidden_states:
-            self.hidden_states[row].extend(zip(*[states.clone() for states in hidden_states], strict=True))
+            self.logits[row].extend(logits[entries].clone())
 
     def stacked_scores(self) -> tuple[torch.Tensor, ...] | None:
         """One `[R, V]` for each generated index."""
@@ -78,11 +88,13 @@ class GenerationRecord:
 
     def stacked_hidden_states(self) -> tuple[tuple[torch.Tensor, ...], ...] | None:
         """The prompt's layers `[R, S, D]`, then for each later index its input token's layers `[R, 1, D]`."""
-        if self.hidden_states is None:
+        if self.hidden_states is None or self.prompt_hidden_states is None:
             return None
-        num_layers = len(self.prompt_hidden_states)
-        layers = [stack_rows([[token[layer] for token in row] for row in self.hidden_states]) for layer in range(num_layers)]
-        return (self.prompt_hidden_states, *(tuple(s[:, None] for s in states) for states in zip(*layers, strict=True)))
+        layers = [
+            stack_rows([[token[layer][None] for token in row] for row in self.hidden_states])
+            for layer in range(len(self.prompt_hidden_states))
+        ]
+        return (self.prompt_hidden_states, *zip(*layers, strict=True))
 
 
 def stack_rows(rows: Sequence[Sequence[torch.Tensor]]) -> tuple[torch.Tensor, ...]:

@@ -6,8 +6,8 @@ writes the new keys and values into the slab of their request, and attention pad
 
 How attention is reached: every current model asks `AttentionInterface.get_interface` for its attention function. It is
 wrapped once, and answers `packed_attention` only within `packed_scope`, only in the thread that runs it. Neither the
-model nor its config is changed, and plain `generate` on the same model in another thread never notices. A model that
-goes around the interface raises; it can never give silently wrong text.
+model nor its config is changed, and plain `generate` on the same model in another thread never notices. A model seen
+going around the interface raises, rather than giving wrong text.
 
 This module knows nothing about drafting, verification or generation. It is inference only.
 
@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -30,12 +31,14 @@ from .layout import PackedLayout
 from .slab import PackedForward, SlabCache
 
 __all__ = [
+    "NotPackable",
     "PackedLayout",
     "SlabCache",
     "install_packed_attention",
     "packed_attention",
     "packed_forward",
     "packed_scope",
+    "packs",
     "supports_packed",
     "uninstall_packed_attention",
 ]
@@ -174,6 +177,34 @@ def uninstall_packed_attention() -> None:
         AttentionInterface.get_interface = original
 
 
+class NotPackable(RuntimeError):
+    """A model that [`supports_packed`] accepts goes around the attention interface after all."""
+
+
+_TRIALS: "WeakKeyDictionary[nn.Module, str]" = WeakKeyDictionary()
+
+
+def packs(model: Any, model_kwargs: dict[str, Any], device: torch.device, *, max_length: int) -> tuple[bool, str]:
+    """
+    [`supports_packed`], and a trial: once for each model, one token is run packed, so that a model which goes around
+    the attention interface is found out before a generation starts.
+
+    Args:
+        model, model_kwargs, max_length: See [`supports_packed`].
+        device (`torch.device`): Where the model takes its input ids.
+    """
+    supported, reason = supports_packed(model, model_kwargs, max_length=max_length)
+    if supported and model not in _TRIALS:
+        token, cache = torch.zeros((1, 1), dtype=torch.long, device=device), SlabCache(1)
+        try:
+            packed_forward(model, token, token, cache=cache, layout=cache.layout([1]))
+            _TRIALS[model] = ""
+        except NotPackable as error:
+            _TRIALS[model] = str(error).split(", so its requests")[0]
+    reason = reason or _TRIALS[model]
+    return not reason, reason
+
+
 def packed_forward(
     model: nn.Module,
     input_ids: torch.Tensor,
@@ -201,7 +232,7 @@ def packed_forward(
 
     Raises:
         ValueError: If the number of tokens is not the layout's.
-        RuntimeError: If the model turns out not to use the attention interface.
+        NotPackable: If the model turns out not to use the attention interface.
     """
     if input_ids.shape != (1, layout.rows.numel()):
         raise ValueError(
@@ -221,13 +252,13 @@ def packed_forward(
             **kwargs,
         )
     if forward.num_updates == 0 or forward.unread or forward.bypassed:
-        raise RuntimeError(
+        raise NotPackable(
             f"`{type(model).__name__}` does not read its cache through transformers' attention interface alone (each "
             "cache update must be followed by one attention over what it returned, with no mask of its own), so its "
             "requests cannot be packed. Its attention may be compiled, replaced or of an unknown kind."
         )
     if not forward.windowed and has_sliding_window(model.config):
-        raise RuntimeError(
+        raise NotPackable(
             f"`{type(model).__name__}` has a sliding window but does not pass it to its attention function, so its "
             "requests cannot be packed."
         )

@@ -1,7 +1,7 @@
 """Prefill: the target's ordinary forward over the prompt, and what the rounds need from it.
 
-Contract: the first token comes out of the very forward that plain `generate` runs, so it is the same to the bit. Prompt
-keys and values then move to the packed cache, and the tapped hidden states of the prompt become the drafter's context.
+Contract: the first token comes out of the very forward that plain `generate` runs, so it is the same to the bit. The
+prompt's keys and values then move to the packed cache, and its tapped hidden states become the drafter's context.
 
 Source: https://huggingface.co/papers/2607.05147, Eq. 2. Shape legend: R rows, S prompt columns, W columns of the cache
 after the prefill (S and earlier turns), C real tokens of a row, M tapped layers, Dt target hidden, V vocabulary.
@@ -15,7 +15,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-from .kept_cache import recall_context
+from .kept_cache import DenseColumns, KeptContext, recall_context
 from .packed import SlabCache
 from .target import TargetView
 
@@ -27,9 +27,8 @@ class Prefill:
     """
     Attributes:
         cache ([`SlabCache`]): The target's keys and values, padding dropped.
-        draft_cache ([`SlabCache`], *optional*): The drafter's context of an earlier turn.
-        columns (`list[torch.LongTensor]`): Column in the dense cache of every slot of every row.
-        num_columns (`int`): W.
+        earlier ([`KeptContext`], *optional*): The drafter's context of an earlier turn.
+        columns ([`DenseColumns`]): Where the prompt stands in the dense cache.
         last_positions (`list[int]`): Position id of every row's last prompt token.
         context (`list[list[tuple]]`): For each row, pairs of tapped states `[C, M*Dt]` and position ids `[C]`.
         logits (`torch.Tensor` of shape `[R, V]`): Of the first new token, float32.
@@ -37,9 +36,8 @@ class Prefill:
     """
 
     cache: SlabCache
-    draft_cache: SlabCache | None
-    columns: list[torch.Tensor]
-    num_columns: int
+    earlier: KeptContext | None
+    columns: DenseColumns
     last_positions: list[int]
     context: list[list[tuple[torch.Tensor, torch.Tensor]]]
     logits: torch.Tensor
@@ -72,17 +70,14 @@ def prefill(
     outputs = view.target._prefill(input_ids, generation_config, model_kwargs | {"output_hidden_states": indices})
     width = outputs.cache.get_seq_length()
     mask, positions = real_tokens(input_ids, model_kwargs, width)
-    draft_cache, context = None, [[] for _ in mask]
-    if cached:
-        draft_cache, context = earlier_context(view, input_ids, model_kwargs, mask, positions, cached)
+    earlier, context = earlier_context(view, input_ids, model_kwargs, mask, positions, cached)
     fresh = by_row(view.context_features(outputs.hidden_states), positions[:, cached:], mask[:, cached:])
     cache = SlabCache(len(mask))
     cache.import_dense(outputs.cache, mask)
     return Prefill(
         cache=cache,
-        draft_cache=draft_cache,
-        columns=real_columns(mask),
-        num_columns=width,
+        earlier=earlier,
+        columns=DenseColumns(real_columns(mask), width),
         last_positions=positions[:, -1].tolist(),
         context=[[*old, new] for old, new in zip(context, fresh, strict=True)],
         logits=outputs.logits[:, -1].to(copy=True, device=input_ids.device, dtype=torch.float32),
@@ -125,21 +120,23 @@ def earlier_context(
     mask: torch.Tensor,
     positions: torch.Tensor,
     cached: int,
-) -> tuple[SlabCache | None, list[list]]:
+) -> tuple[KeptContext | None, list[list]]:
     """
     The drafter's context for the `cached` columns of a kept cache: remembered, or read off the target once more.
 
     Only the drafter's acceptance depends on it. Without ids of the cached part there is nothing to read: the drafter
     then starts from the new part.
     """
+    if cached == 0:
+        return None, [[] for _ in mask]
     known = input_ids.shape[1] == mask.shape[1]
     columns = real_columns(mask[:, :cached])
-    draft_cache = recall_context(model_kwargs["cache"], view.drafter, columns, input_ids if known else None)
+    kept = recall_context(model_kwargs["cache"], view.drafter, columns, input_ids if known else None)
     missing = mask[:, :cached].clone()
-    for row, column in enumerate(columns):
-        missing[row, column[: draft_cache.lengths[row] if draft_cache else 0].to(mask.device)] = False
+    for row, own_columns in enumerate([] if kept is None else kept.columns):
+        missing[row, own_columns.to(mask.device)] = False
     if not known or not missing.any():
-        return draft_cache, [[] for _ in mask]
+        return kept, [[] for _ in mask]
     hidden_states = view.target(
         input_ids[:, :cached],
         attention_mask=mask[:, :cached].long(),
@@ -147,4 +144,4 @@ def earlier_context(
         output_hidden_states=view.hidden_state_indices,
         use_cache=False,
     ).hidden_states
-    return draft_cache, [[row] for row in by_row(view.context_features(hidden_states), positions[:, :cached], missing)]
+    return kept, [[row] for row in by_row(view.context_features(hidden_states), positions[:, :cached], missing)]

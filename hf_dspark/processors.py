@@ -99,10 +99,11 @@ class RowProcessors:
         """Whether no processor looks at ids or at token numbers, so that they work on any part of the vocabulary."""
         return all(type(processor) in _VOCABULARY_FREE for processor in self._processors)
 
-    @property
-    def row_independent(self) -> bool:
-        """Whether every processor is known to treat a row the same wherever in whatever batch it stands."""
-        return all(type(processor) in _PREFIX_FREE | _ROW_WISE for processor in self._processors)
+    def of_row(self, row: int) -> stock.LogitsProcessorList:
+        """The processors of one batch row alone: functions of ids `[1, width]` and scores `[1, V]`."""
+        return stock.LogitsProcessorList(
+            processor if own is None else own[row] for processor, own in zip(self._processors, self._own, strict=True)
+        )
 
     def apply(
         self, scores: torch.Tensor, *, rows: Sequence[int], prefix: Callable[[int], torch.Tensor | None]

@@ -9,7 +9,7 @@ End-of-sequence and maximum length, nearly always the only criteria, are decided
 with `scores=None` as in plain `generate` without `output_scores`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria
@@ -47,20 +47,21 @@ class StopChecker:
         """Tokens that end a row: nothing after one of them will be kept, whatever it is."""
         return self._eos_ids
 
-    def kept(self, prefix: torch.Tensor, new_ids: Sequence[int]) -> tuple[int, bool]:
+    def kept(self, new_ids: Sequence[int], *, width: int, prefix: Callable[[], torch.LongTensor]) -> tuple[int, bool]:
         """
         Cuts new tokens of one row after the first that meets a criterion.
 
         Args:
-            prefix (`torch.LongTensor` of shape `[width]`):
-                Ids before the new tokens, as plain `generate` holds them (left-padded prompt and generated tokens).
             new_ids (`Sequence[int]`): Tokens to commit, in order.
+            width (`int`): Number of ids before them, left padding included.
+            prefix (`Callable[[], torch.LongTensor]`):
+                Gives these ids `[width]`, as plain `generate` holds them (left-padded prompt and generated tokens).
+                Not called unless a criterion looks at ids.
 
         Returns:
             `tuple[int, bool]`: how many of `new_ids` remain, the stopping token included, and whether the row is done.
         """
-        width = prefix.shape[0]
-        row_ids = self._row_ids(prefix, new_ids)
+        row_ids = self._row_ids(prefix, new_ids) if self._others else None
         for count, token_id in enumerate(new_ids, start=1):
             at_max_length = self._max_length is not None and width + count >= self._max_length
             if at_max_length or token_id in self._eos_ids:
@@ -69,8 +70,8 @@ class StopChecker:
                 return count, True
         return len(new_ids), False
 
-    def _row_ids(self, prefix: torch.Tensor, new_ids: Sequence[int]) -> torch.Tensor | None:
-        """Ids `[1, width + len(new_ids)]`, if any criterion wants to see ids."""
-        if not self._others:
-            return None
-        return torch.cat([prefix, prefix.new_tensor(list(new_ids))])[None]
+    @staticmethod
+    def _row_ids(prefix: Callable[[], torch.LongTensor], new_ids: Sequence[int]) -> torch.LongTensor:
+        """Ids `[1, width + len(new_ids)]`."""
+        ids = prefix()
+        return torch.cat([ids, ids.new_tensor(list(new_ids))])[None]

@@ -4,15 +4,17 @@ Contract: a failed generation never leaves the reader of a streamer waiting: an 
 thread what was raised in the generating one, any other streamer is ended.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from transformers import TextIteratorStreamer
+from transformers import AsyncTextIteratorStreamer, TextIteratorStreamer
 from transformers.generation.streamers import BaseStreamer
 
 
 class _Failure:
     """
-    Stands in the queue of a `TextIteratorStreamer` in place of text. The iterator compares each item with its stop
+    Stands in the queue of an iterator streamer in place of text. The iterator compares each item with its stop
     signal; this item answers the comparison with the error.
     """
 
@@ -34,11 +36,14 @@ def check_streamer(streamer: BaseStreamer | None, batch_size: int) -> None:
         )
 
 
-def fail_stream(streamer: BaseStreamer | None, error: BaseException) -> None:
-    """Hands `error` to whoever reads `streamer`."""
-    if streamer is None:
-        return
-    if isinstance(streamer, TextIteratorStreamer):
-        streamer.text_queue.put(_Failure(error))
-    else:
-        streamer.end()
+@contextmanager
+def failures_reach_the_reader(streamer: BaseStreamer) -> Iterator[None]:
+    """Within it, an error is also handed to whoever reads `streamer`."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(streamer, (TextIteratorStreamer, AsyncTextIteratorStreamer)):
+            streamer.on_finalized_text(_Failure(error))
+        else:
+            streamer.end()
+        raise

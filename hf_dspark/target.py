@@ -45,6 +45,7 @@ class TargetView:
                 "it uses the target's token embeddings"
             )
         config.check_target_layers(text_config.num_hidden_layers)
+        check_draft_vocabulary(drafter.draft_token_ids(), self.vocab_size)
         self.embed_tokens = target.get_input_embeddings()
         self.lm_head = drafter.lm_head if drafter.has_own_vocabulary else target.get_output_embeddings()
         if self.lm_head is None:
@@ -89,6 +90,22 @@ class TargetView:
         logits = self.lm_head(hidden.to(self.target.dtype)).to(device=hidden.device, dtype=torch.float32)
         # Padded vocabularies may differ by unused rows (151936 / 152064): what one side lacks cannot be drafted.
         return logits[..., : self.drafter.config.vocab_size]
+
+
+def check_draft_vocabulary(token_ids: torch.LongTensor | None, vocab_size: int) -> None:
+    """Raises `ValueError` unless each entry of `token_ids [Vd]` is a target token of its own."""
+    if token_ids is None:
+        return
+    if token_ids.unique().numel() < token_ids.numel():
+        raise ValueError(
+            "the drafter's d2t maps several draft ids to one target id, so its probabilities would be wrong; every "
+            "draft id needs a token of its own"
+        )
+    if int(token_ids.max()) >= vocab_size:
+        raise ValueError(
+            f"the drafter's d2t names token {int(token_ids.max())}, but the target's logits have only {vocab_size} "
+            "entries; use a drafter of this target"
+        )
 
 
 def target_fingerprint(target: PreTrainedModel) -> str:

@@ -2,5 +2,4 @@
 
 import os
 
-
 os.environ.setdefault("TQDM_DISABLE", "1")

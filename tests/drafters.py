@@ -47,7 +47,8 @@ def tiny_drafter(target: PreTrainedModel, *, seed: int = 0, **overrides) -> DSpa
         drafter = DSparkDrafter(DSparkConfig(**settings | overrides)).eval()
     if drafter.has_own_vocabulary:
         draft_ids = torch.arange(drafter.config.draft_vocab_size)
-        own_ids = (draft_ids + 1) * text_config.vocab_size // len(draft_ids) - 1
+        shared_vocab_size = min(drafter.config.vocab_size, text_config.vocab_size)
+        own_ids = (draft_ids + 1) * shared_vocab_size // len(draft_ids) - 1
         drafter.d2t.copy_(own_ids - draft_ids)
         drafter.t2d.zero_()[own_ids] = True
     return drafter.to(target.dtype)
@@ -99,9 +100,10 @@ def listening_propose(propose: Callable[..., Drafts]) -> Callable[..., Drafts]:
         if script is None:
             return drafts
         length = drafts.ids.shape[1]
-        ids = torch.tensor([script(row, prefix(entry).tolist(), length) for entry, row in enumerate(rows)])
+        ids = torch.tensor([script(row, prefix(entry, []).tolist(), length) for entry, row in enumerate(rows)])
         probs = torch.nn.functional.one_hot(ids, self.view.vocab_size).float() if self.do_sample else None
-        return dataclasses.replace(drafts, ids=ids, probs=probs, token_ids=None)
+        usable = torch.full((len(rows),), length)
+        return dataclasses.replace(drafts, ids=ids, probs=probs, token_ids=None, usable=usable)
 
     return wrapper
 

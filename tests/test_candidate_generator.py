@@ -16,7 +16,7 @@ def in_the_stock_loop(monkeypatch):
 
     def run(*args, **kwargs):
         with monkeypatch.context() as patch:
-            patch.setattr(hf_dspark.generation, "supports_packed", lambda *args, **kwargs: (False, "this test"))
+            patch.setattr(hf_dspark.generation, "packs", lambda *args, **kwargs: (False, "this test"))
             return generate(*args, **kwargs)
 
     return run
@@ -86,18 +86,28 @@ def test_left_padding_is_no_context_in_the_stock_loop_either(in_the_stock_loop):
 
 def test_a_round_of_the_stock_loop_is_cut_at_the_end_of_sequence(in_the_stock_loop):
     target, inputs = tiny_target("llama"), left_padded([6])
-    text = generate(target, inputs, max_new_tokens=24).sequences
-    eos = next(int(token) for index, token in enumerate(text[0, 6:]) if token not in text[0, 6 : 6 + index] and index > 7)
-    options = {"max_new_tokens": 24, "eos_token_id": eos}
+    options = {"max_new_tokens": 24, "no_repeat_ngram_size": 1}
+    text = generate(target, inputs, **options).sequences
+    options["eos_token_id"] = int(text[0, 6 + 9])
     drafter = k_oracle(tiny_drafter(target), text, right=5)
     packed = generate(target, inputs, drafter, **options)
     stock = in_the_stock_loop(target, inputs, drafter, **options)
     assert torch.equal(stock.sequences, packed.sequences)
     assert [r.committed_ids for r in stock.rounds] == [r.committed_ids for r in packed.rounds]
-    assert stock.sequences[0, -1] == eos
+    assert stock.sequences.shape[1] == 6 + 10
 
 
-@pytest.mark.parametrize("options", [{"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2}], ids=str)
+def other_tokens_for_other_rows(row, ids):
+    return list(range(3 + (int(ids[-1]) + row) % 3, 64, 3))
+
+
+PROCESSORS = {
+    "for a row": {"no_repeat_ngram_size": 2},
+    "bound to rows": {"repetition_penalty": 1.3, "prefix_allowed_tokens_fn": other_tokens_for_other_rows},
+}
+
+
+@pytest.mark.parametrize("options", PROCESSORS.values(), ids=PROCESSORS.keys())
 @pytest.mark.parametrize("prompt_lengths", [[6], [6, 3, 9]], ids=["batch 1", "batch 3"])
 def test_processors_work_in_the_stock_loop(options, prompt_lengths, in_the_stock_loop):
     target, inputs, rounds = tiny_target("llama"), left_padded(prompt_lengths), []
@@ -112,7 +122,7 @@ def test_processors_work_in_the_stock_loop(options, prompt_lengths, in_the_stock
 def test_sampling_works_in_the_stock_loop(head, in_the_stock_loop):
     target, inputs, rounds = tiny_target("llama"), left_padded([6, 3]), []
     view = tiny_drafter(target, **head).with_options(on_round=rounds.append)
-    for options in ({"top_k": 5, "temperature": 0.7}, {"top_k": 0, "repetition_penalty": 1.1}):
+    for options in ({"top_k": 20, "temperature": 2.0}, {"top_k": 0, "temperature": 2.0, "repetition_penalty": 1.1}):
         torch.manual_seed(0)
         output = in_the_stock_loop(
             target, inputs, view, max_new_tokens=24, do_sample=True, return_dict_in_generate=False, **options

@@ -76,12 +76,13 @@ def test_use_cache_false_is_refused_with_one_clear_message():
         generate(target, left_padded([5]), tiny_drafter(target), max_new_tokens=4, use_cache=False)
 
 
-@pytest.mark.parametrize("implementation", ["static", "offloaded"])
-def test_another_kind_of_cache_gives_the_same_text(implementation):
-    target, inputs = tiny_target("llama"), left_padded([5])
-    plain = generate(target, inputs, max_new_tokens=12).sequences
-    output = generate(target, inputs, tiny_drafter(target), max_new_tokens=12, cache_implementation=implementation)
-    assert torch.equal(output.sequences, plain)
+@pytest.mark.parametrize("prompt_lengths", [[5], [5, 3]], ids=["one row", "two rows"])
+@pytest.mark.parametrize("family", ["llama", "mistral"], ids=["croppable", "not croppable"])
+def test_a_static_cache_gives_the_same_text(family, prompt_lengths):
+    target, inputs = tiny_target(family), left_padded(prompt_lengths)
+    options = {"max_new_tokens": 12, "return_dict_in_generate": False, "cache_implementation": "static"}
+    plain = generate(target, inputs, **options)
+    assert torch.equal(generate(target, inputs, tiny_drafter(target), **options), plain)
 
 
 # -------------------------------------------------------------------------------------------------- several turns
@@ -197,7 +198,9 @@ def test_the_context_of_a_plain_turn_is_read_off_the_target():
 def test_another_drafter_does_not_take_over_what_the_first_one_remembered():
     target = tiny_target("llama")
     cache = DynamicCache(config=target.config)
-    first = generate(target, left_padded([7]), tiny_drafter(target, num_hidden_layers=1), cache=cache)
+    first = generate(
+        target, left_padded([7]), tiny_drafter(target, num_hidden_layers=1), cache=cache, max_new_tokens=20
+    )
     other = tiny_drafter(target, seed=1)
     conversation = next_turn(first.sequences)
     fresh = generate(target, conversation, other, max_new_tokens=20)
@@ -210,18 +213,23 @@ def test_a_drafter_that_is_gone_leaves_nothing_that_fits_a_new_one():
     target = tiny_target("llama")
     cache, inputs = DynamicCache(config=target.config), left_padded([7])
     for layers in (1, 2, 1, 2):  # a new drafter may be built where the old one was in memory
-        output = generate(target, inputs, tiny_drafter(target, num_hidden_layers=layers), cache=cache)
+        drafter = tiny_drafter(target, num_hidden_layers=layers)
+        output = generate(target, inputs, drafter, cache=cache, max_new_tokens=8)
         inputs = next_turn(output.sequences)
-    assert torch.equal(generate(target, inputs).sequences, generate(target, inputs, cache=cache).sequences)
+    plain, kept = (generate(target, inputs, cache=c, max_new_tokens=8).sequences for c in (None, cache))
+    assert torch.equal(kept, plain)
 
 
 def test_a_view_of_a_drafter_remembers_what_another_view_drafted():
     target = tiny_target("llama")
     drafter, cache, widths = tiny_drafter(target), DynamicCache(config=target.config), []
-    first = generate(target, left_padded([7]), drafter.with_options(max_draft_tokens=2), cache=cache)
-    handle = target.register_forward_pre_hook(lambda *args: widths.append(args[-1]["input_ids"].shape[1]), with_kwargs=True)
+    options = {"cache": cache, "max_new_tokens": 8}
+    first = generate(target, left_padded([7]), drafter.with_options(max_draft_tokens=2), **options)
+    handle = target.register_forward_pre_hook(
+        lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
     try:
-        generate(target, next_turn(first.sequences), drafter.with_options(max_draft_tokens=3), cache=cache)
+        generate(target, next_turn(first.sequences), drafter.with_options(max_draft_tokens=3), **options)
     finally:
         handle.remove()
     assert max(widths) == 7  # the new message, not the conversation
@@ -263,7 +271,8 @@ def test_a_turn_that_failed_leaves_a_cache_that_can_be_cropped_and_used_again():
             raise InterruptedError
 
     with pytest.raises(InterruptedError):
-        generate(target, next_turn(first.sequences, 12, seed=5), drafter.with_options(on_round=fail), cache=cache)
+        view = drafter.with_options(on_round=fail)
+        generate(target, next_turn(first.sequences, 12, seed=5), view, cache=cache, max_new_tokens=20)
     cache.crop(length - cache.get_seq_length())
     conversation = next_turn(first.sequences, seed=6)
     fresh = generate(target, conversation, drafter, max_new_tokens=20)
@@ -306,11 +315,13 @@ def test_the_returned_cache_holds_what_plain_generates_holds(family):
 def test_a_kept_cache_can_be_pickled():
     target = tiny_target("llama")
     cache = DynamicCache(config=target.config)
-    first = generate(target, left_padded([7]), tiny_drafter(target), cache=cache)
+    first = generate(target, left_padded([7]), tiny_drafter(target), cache=cache, max_new_tokens=20)
     loaded = pickle.loads(pickle.dumps(cache))
     conversation = next_turn(first.sequences)
-    plain = generate(target, conversation).sequences
-    assert torch.equal(generate(target, conversation, tiny_drafter(target), cache=loaded).sequences, plain)
+    fresh = generate(target, conversation, tiny_drafter(target), max_new_tokens=20)
+    kept = generate(target, conversation, tiny_drafter(target), cache=loaded, max_new_tokens=20)
+    assert torch.equal(kept.sequences, fresh.sequences)
+    assert drafted(kept.rounds) == drafted(fresh.rounds)
 
 
 def test_a_sampled_turn_can_follow():

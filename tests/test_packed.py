@@ -15,8 +15,10 @@ from hf_dspark.packed import (
     packed_attention,
     packed_forward,
     packed_scope,
+    packs,
     uninstall_packed_attention,
 )
+from tests.drafters import tiny_drafter
 from tests.tiny import FAMILIES, PAD_ID, VOCAB_SIZE, tiny_target
 
 
@@ -304,6 +306,23 @@ def tiny(model_type, **kwargs):
 def test_a_model_that_goes_around_the_interface_raises(target, message):
     with pytest.raises(RuntimeError, match=message):
         forward(target(), SlabCache(1), [[4, 5, 6]])
+
+
+def test_a_trial_finds_such_a_model_out_before_generation_starts():
+    doge = tiny("doge", intermediate_size=48, num_key_value_heads=2)
+    packable, reason = packs(doge, {}, torch.device("cpu"), max_length=20)
+    assert not packable and "attention interface" in reason
+    drafter, inputs = tiny_drafter(doge), torch.tensor([[4, 5, 6], [7, 8, 9]])
+    plain = doge.generate(inputs, max_new_tokens=8, do_sample=False)
+    assert torch.equal(doge.generate(inputs, max_new_tokens=8, do_sample=False, assistant_model=drafter), plain)
+
+
+def test_the_trial_is_made_once_for_each_model(monkeypatch):
+    target, calls = tiny_target("llama", num_hidden_layers=2), []
+    monkeypatch.setattr("hf_dspark.packed.packed_forward", lambda *args, **kwargs: calls.append(args))
+    for _ in range(3):
+        assert packs(target, {}, torch.device("cpu"), max_length=20) == (True, "")
+    assert len(calls) == 1
 
 
 def test_installing_is_idempotent_and_can_be_undone():

@@ -31,9 +31,9 @@ PROCESSORS = {
     "no repeated bigram": {"no_repeat_ngram_size": 2},
     "min_new_tokens": {"min_new_tokens": 20, "eos_token_id": [40, 41, 42, 43, 44, 45]},
     "min_length": {"min_length": 25, "eos_token_id": [40, 41, 42, 43, 44, 45]},
-    "bad words": {"bad_words_ids": [[5], [7, 9], [60, 63], [21]]},
+    "bad words": {"bad_words_ids": [[5], [7, 9], [60, 63], [51, 55], [19]]},
     "suppressed tokens": {"suppress_tokens": list(range(10, 40))},
-    "suppressed at the begin": {"begin_suppress_tokens": list(range(10, 60))},
+    "suppressed at the begin": {"begin_suppress_tokens": list(range(3, 60))},
     "sequence bias": {"sequence_bias": [[[11], 3.0], [[12, 13], 4.0]]},
     "forced end": {"forced_eos_token_id": EOS_ID},
     "decaying length": {"exponential_decay_length_penalty": (3, 1.5), "eos_token_id": EOS_ID},
@@ -78,6 +78,8 @@ def test_with_a_processor_that_decides_everything_each_draft_is_accepted():
 SYMBOLS = ["{", "}", "[", "]", ",", '"a":', '"b":', "1", "2", "null"]
 END_ID = 3 + len(SYMBOLS)
 MAX_DEPTH = 3
+# Brackets close in time.
+BRIEF = [[[3 + SYMBOLS.index(symbol)], 4.0] for symbol in "}]"]
 
 
 class JSONGrammar:
@@ -144,13 +146,8 @@ def test_100_of_100_outputs_of_a_json_grammar_parse_and_equal_plain_generates(he
     for seed in range(100):
         inputs = left_padded([1 + seed % 7], seed=seed)
         width = inputs["input_ids"].shape[1]
-        # The bias ends the text in time: brackets close, lists stop.
-        options = {
-            "max_new_tokens": 60,
-            "eos_token_id": END_ID,
-            "sequence_bias": [[[3 + SYMBOLS.index(symbol)], 4.0] for symbol in "}]"],
-            "return_dict_in_generate": False,
-        }
+        options = {"max_new_tokens": 60, "eos_token_id": END_ID, "sequence_bias": BRIEF}
+        options["return_dict_in_generate"] = False
         plain = generate(target, inputs, prefix_allowed_tokens_fn=JSONGrammar(width), **options)
         output = generate(target, inputs, view, prefix_allowed_tokens_fn=JSONGrammar(width), **options)
         assert torch.equal(output, plain)
@@ -164,12 +161,10 @@ def test_a_sampled_grammar_is_kept_too():
     target = tiny_target("llama")
     drafter, rounds = tiny_drafter(target, draft_vocab_size=20), []
     view = drafter.with_options(generator=torch.Generator().manual_seed(0), on_round=rounds.append)
-    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 200, "eos_token_id": END_ID}
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 60, "eos_token_id": END_ID, "sequence_bias": BRIEF}
     for _ in range(20):
-        output = generate(
-            target, left_padded([4]), view, prefix_allowed_tokens_fn=JSONGrammar(4), **options
-        ).sequences
-        json.loads("".join(SYMBOLS[token_id - 3] for token_id in output[0, 4:-1].tolist()))
+        output = generate(target, left_padded([4]), view, prefix_allowed_tokens_fn=JSONGrammar(4), **options)
+        json.loads("".join(SYMBOLS[token_id - 3] for token_id in output.sequences[0, 4:-1].tolist()))
     assert_drafted(rounds)
 
 

@@ -38,6 +38,11 @@ class AnyEos(EosTokenCriteria):
         return torch.ones(len(input_ids), dtype=torch.bool)
 
 
+def cut(criteria, prefix, new_ids):
+    """What `StopChecker` keeps, given a list as prefix."""
+    return StopChecker(criteria).kept(new_ids, width=len(prefix), prefix=lambda: torch.tensor(prefix))
+
+
 def plain_kept(criteria, prefix, new_ids):
     """What the token-by-token loop of `generate` keeps."""
     for count in range(1, len(new_ids) + 1):
@@ -63,20 +68,28 @@ def test_a_block_is_cut_where_the_token_by_token_loop_stops(prefix, new_ids, eos
         criteria.append(EosTokenCriteria(eos_ids))
     if own:
         criteria.append(StopAfter(*own))
-    assert StopChecker(criteria).kept(torch.tensor(prefix), new_ids) == plain_kept(criteria, prefix, new_ids)
+    assert cut(criteria, prefix, new_ids) == plain_kept(criteria, prefix, new_ids)
 
 
 @pytest.mark.parametrize(("new_ids", "expected"), [([9, 1, 2], 1), ([1, 9, 2], 2), ([1, 2, 8], 3), ([1, 2, 3], None)])
 def test_the_first_end_of_sequence_ends_the_row_wherever_it_is(new_ids, expected):
-    checker = StopChecker(StoppingCriteriaList([EosTokenCriteria([8, 9])]))
-    assert checker.kept(torch.tensor([9, 8]), new_ids) == (expected or 3, expected is not None)
+    criteria = StoppingCriteriaList([EosTokenCriteria([8, 9])])
+    assert cut(criteria, [9, 8], new_ids) == (expected or 3, expected is not None)
 
 
 def test_a_stop_token_beyond_the_maximum_length_does_not_count():
-    checker = StopChecker(StoppingCriteriaList([MaxLengthCriteria(4), EosTokenCriteria(9)]))
-    assert checker.max_length == 4
-    assert checker.kept(torch.tensor([1, 1]), [3, 3, 9]) == (2, True)
-    assert checker.kept(torch.tensor([1, 1]), [9, 3, 3]) == (1, True)
+    criteria = StoppingCriteriaList([MaxLengthCriteria(4), EosTokenCriteria(9)])
+    assert StopChecker(criteria).max_length == 4
+    assert cut(criteria, [1, 1], [3, 3, 9]) == (2, True)
+    assert cut(criteria, [1, 1], [9, 3, 3]) == (1, True)
+
+
+def test_ids_are_not_gathered_for_criteria_that_do_not_look_at_them():
+    def prefix():
+        raise AssertionError("no criterion looks at ids")
+
+    checker = StopChecker([MaxLengthCriteria(4), EosTokenCriteria(9)])
+    assert checker.kept([3, 9, 3], width=1, prefix=prefix) == (2, True)
 
 
 def test_the_smallest_maximum_length_holds():
@@ -90,32 +103,32 @@ def test_the_tokens_that_end_a_row_are_known():
 
 
 def test_without_criteria_everything_is_kept():
-    assert StopChecker([]).kept(torch.tensor([1]), [2, 3]) == (2, False)
+    assert cut([], [1], [2, 3]) == (2, False)
 
 
 def test_own_criteria_see_one_row_growing_by_one_token_until_they_stop():
     criterion = StopAfter(7)
-    assert StopChecker([criterion]).kept(torch.tensor([1, 2]), [3, 7, 7]) == (2, True)
+    assert cut([criterion], [1, 2], [3, 7, 7]) == (2, True)
     assert criterion.shapes == [(1, 3), (1, 4)]
 
 
 def test_a_subclass_of_a_known_criterion_decides_for_itself():
-    assert StopChecker([AnyEos(9)]).kept(torch.tensor([1]), [2, 9]) == (1, True)
+    assert cut([AnyEos(9)], [1], [2, 9]) == (1, True)
 
 
 def test_criteria_that_answer_with_a_plain_bool_are_understood():
-    assert StopChecker([lambda ids, scores: ids[0, -1].item() == 5]).kept(torch.tensor([1]), [2, 5, 3]) == (2, True)
+    assert cut([lambda ids, scores: ids[0, -1].item() == 5], [1], [2, 5, 3]) == (2, True)
 
 
 def test_time_that_has_run_out_ends_the_row_after_one_token():
-    assert StopChecker([MaxTimeCriteria(0.0, initial_timestamp=0.0)]).kept(torch.tensor([1]), [2, 3]) == (1, True)
-    assert StopChecker([MaxTimeCriteria(3600.0)]).kept(torch.tensor([1]), [2, 3]) == (2, False)
+    assert cut([MaxTimeCriteria(0.0, initial_timestamp=0.0)], [1], [2, 3]) == (1, True)
+    assert cut([MaxTimeCriteria(3600.0)], [1], [2, 3]) == (2, False)
 
 
 def test_criteria_are_not_changed():
     eos = EosTokenCriteria([3, 4])
     before = eos.eos_token_id
-    StopChecker([eos]).kept(torch.tensor([1]), [2])
+    cut([eos], [1], [2])
     assert eos.eos_token_id is before
 
 
@@ -149,5 +162,5 @@ def test_stop_strings_end_with_the_completing_token(tokenizer, prefix, new_ids, 
     criteria = StoppingCriteriaList([StopStringCriteria(tokenizer, ["\n\n"]), MaxLengthCriteria(50)])
     prefix, new_ids = ids_of(*prefix), ids_of(*new_ids)
     expected = (kept or len(new_ids), kept is not None)
-    assert StopChecker(criteria).kept(torch.tensor(prefix), new_ids) == expected
+    assert cut(criteria, prefix, new_ids) == expected
     assert plain_kept(criteria, prefix, new_ids) == expected

@@ -1,7 +1,5 @@
 """`generate` with a drafter ends exactly where plain `generate` ends, wherever in a block that is."""
 
-import functools
-
 import pytest
 import torch
 from transformers import StoppingCriteria
@@ -13,26 +11,21 @@ from tests.tokens import byte_tokenizer, only
 BLOCK = 7
 
 
-@functools.cache
-def candidates(length=4, num_new_tokens=24):
-    """Prompts whose plain continuation repeats no token for a while, and these continuations."""
-    inputs = left_padded([length] * 60)
-    texts = generate(tiny_target("llama"), inputs, max_new_tokens=num_new_tokens).sequences[:, length:]
-    distinct = [row for row, text in enumerate(texts.tolist()) if len(set(text[:11])) == 11]
-    return inputs["input_ids"][distinct], texts[distinct]
+# No token twice, so that a token stands for a place.
+DISTINCT = {"no_repeat_ngram_size": 1}
 
 
 def distinct_text(num_rows=1):
-    """Target, `num_rows` such prompts and their continuations."""
-    input_ids, texts = (tensor[:num_rows] for tensor in candidates())
-    assert len(texts) == num_rows
-    return tiny_target("llama"), {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}, texts
+    """A target, prompts of four tokens, and their plain continuations."""
+    target, inputs = tiny_target("llama"), left_padded([4] * num_rows)
+    texts = generate(target, inputs, max_new_tokens=20, **DISTINCT).sequences[:, 4:]
+    return target, inputs, texts
 
 
 def check_equal_to_plain(target, inputs, num_drafts=BLOCK, right=None, expect_drafts=True, **options):
     """Runs plain `generate` and ours with the same options; the sequences are equal. Returns our output."""
-    uncut = options | {"eos_token_id": None, "stop_strings": None, "stopping_criteria": None}
-    whole = generate(target, inputs, **uncut | {"max_new_tokens": 24}).sequences
+    options |= DISTINCT
+    whole = generate(target, inputs, **options | {"eos_token_id": None}).sequences
     plain = generate(target, inputs, **options).sequences
     drafter = tiny_drafter(target, block_size=num_drafts)
     view = k_oracle(drafter, whole, right) if right is not None else oracle(drafter, whole)
@@ -87,8 +80,8 @@ def test_a_correction_may_be_the_end_of_sequence(right):
 
 def test_a_wrong_end_of_sequence_draft_ends_nothing():
     target, inputs, texts = distinct_text()
-    eos = int(texts[0, 3]) + 1  # what the 2-oracle drafts, wrongly, after two right tokens
-    assert eos not in texts[0]
+    # After two right tokens the 2-oracle drafts the successor of the right one.
+    eos = next(int(text) + 1 for text in texts[0, 3::3] if text + 1 not in texts[0])
     output = check_equal_to_plain(target, inputs, right=2, max_new_tokens=20, eos_token_id=eos)
     assert any(eos in r.draft_ids for r in output.rounds)
     assert output.sequences.shape[1] == 4 + 20
@@ -182,7 +175,7 @@ def test_a_criterion_at_the_third_token_beats_six_accepted_drafts_and_a_limit_of
     whole = torch.cat([inputs["input_ids"], texts], dim=1)
     criterion = StopAtWidth(4 + 3)
     drafter = oracle(tiny_drafter(target, block_size=6), whole)
-    output = generate(target, inputs, drafter, max_new_tokens=5, stopping_criteria=[criterion])
+    output = generate(target, inputs, drafter, max_new_tokens=5, stopping_criteria=[criterion], **DISTINCT)
     assert torch.equal(output.sequences, whole[:, : 4 + 3])
     assert criterion.widths == [5, 6, 7]
     assert_drafted(output.rounds)
@@ -205,7 +198,7 @@ def test_the_maximum_length_is_met_exactly(num_new_tokens):
 
 def test_one_new_token_needs_no_round():
     target, inputs, texts = distinct_text()
-    output = generate(target, inputs, tiny_drafter(target), max_new_tokens=1)
+    output = generate(target, inputs, tiny_drafter(target), max_new_tokens=1, **DISTINCT)
     assert output.sequences[0].tolist() == [*inputs["input_ids"][0].tolist(), int(texts[0, 0])]
     assert output.rounds == [] and output.stats.num_rounds == 0
 
