@@ -31,6 +31,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
     Args:
         target ([`~transformers.PreTrainedModel`]): The model that verifies.
         drafter ([`DSparkDrafter`]): The drafter view.
+        input_ids (`torch.LongTensor` of shape `[1, S]`): The prompt.
         generation_config, logits_processor: As `generate` prepared them.
         kwargs: What else the stock loop hands to candidate generators; not needed here.
     """
@@ -42,6 +43,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         target: PreTrainedModel,
         drafter: DSparkDrafter,
         *,
+        input_ids: torch.LongTensor,
         generation_config: GenerationConfig,
         logits_processor: LogitsProcessorList,
         **kwargs: Any,
@@ -60,6 +62,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
             do_sample=generation_config.do_sample,
             processors=RowProcessors(logits_processor, 1),
             random_source=RandomSource(options.generator),
+            device=input_ids.device,
         )
         self.model_kwargs_overrides = {"output_hidden_states": self.view.hidden_state_indices}
         self.step = 0

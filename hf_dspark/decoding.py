@@ -116,6 +116,7 @@ class Decoder:
             do_sample=self.config.do_sample,
             processors=self.processors,
             random_source=self.random_source,
+            device=self.input_ids.device,
             cache=None if state.earlier is None else state.earlier.cache,
         )
         for row, pairs in enumerate(state.context):
@@ -237,11 +238,10 @@ class Decoder:
             for row, part in zip(self.rows[: len(tokens)], tokens, strict=True)
             for depth in range(len(part))
         ]
-        device = self.input_ids.device
         return packed_forward(
             self.target,
-            torch.tensor([[token for part in tokens for token in part]], device=device),
-            torch.tensor([positions], device=device),
+            self.view.to_target(self.input_ids.new_tensor([[token for part in tokens for token in part]])),
+            self.view.to_target(self.input_ids.new_tensor([positions])),
             cache=self.cache,
             layout=self.cache.layout([len(part) for part in tokens]),
             output_hidden_states=True if self.record.wants_hidden_states else self.view.hidden_state_indices,

@@ -64,6 +64,7 @@ class DraftSession:
         do_sample (`bool`): Draw drafts, or take the argmax.
         processors ([`RowProcessors`]): The call's logits processors, applied to every draft as to every target token.
         random_source ([`RandomSource`]): Where draws come from.
+        device (`torch.device`): Where ids live and processors work: the device of the call's `input_ids`.
         cache ([`SlabCache`], *optional*): Context of an earlier turn to go on with.
     """
 
@@ -75,13 +76,16 @@ class DraftSession:
         do_sample: bool,
         processors: RowProcessors,
         random_source: RandomSource,
+        device: torch.device,
         cache: SlabCache | None = None,
     ):
         self.view, self.do_sample, self.processors, self.random_source = view, do_sample, processors, random_source
         self.cache = SlabCache(num_rows) if cache is None else cache
         self._pending: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(num_rows)]
         config = view.drafter.config
-        self._token_ids = view.drafter.draft_token_ids()
+        self.device = device
+        token_ids = view.drafter.draft_token_ids()
+        self._token_ids = None if token_ids is None else token_ids.to(device)
         temperatures = (config.confidence_temperatures or {}).get("sampling" if do_sample else "greedy")
         self._temperatures = [1.0] * config.num_drafts if temperatures is None else temperatures
 
@@ -160,7 +164,7 @@ class DraftSession:
         """Eq. 4-7, left to right: correct, process, draw."""
         drafter = self.view.drafter
         base_logits = self.view.base_logits(hidden)
-        previous = torch.tensor(anchor_ids, device=hidden.device)
+        previous = torch.tensor(anchor_ids, device=self.device)
         usable = torch.full_like(previous, hidden.shape[1])
         token_ids = self._token_ids if self.processors.vocabulary_free else None
         embeds, latent, state = None, None, None
@@ -170,11 +174,12 @@ class DraftSession:
         for position in range(hidden.shape[1]):
             here, logits = hidden[:, position], base_logits[:, position]
             if drafter.markov_head is not None:
-                embeds = drafter.markov_head.embed(previous)
+                embeds = drafter.markov_head.embed(previous.to(hidden.device))
                 latent, state = drafter.markov_head.step(embeds, here, state)
             if drafter.confidence_head is not None:  # before the draw: it must not see this position's draft
                 confidence.append(drafter.confidence_head(here, embeds) / self._temperatures[position])
-            logits, usable = self._processed(self._corrected(logits, latent), rows, prefix, drawn, usable)
+            logits = self._corrected(logits, latent).to(self.device)
+            logits, usable = self._processed(logits, rows, prefix, drawn, usable)
             columns = logits.argmax(-1)
             if self.do_sample:
                 probs.append(logits.softmax(-1))

@@ -40,6 +40,7 @@ def supports_packed(model: Any, model_kwargs: dict[str, Any], *, max_length: int
         or _unsupported_cache(DynamicCache(config=model.config))
         or _unsupported_cache(model_kwargs.get("cache"))
         or _unsupported_inputs(model_kwargs)
+        or _unsupported_mask(model.config, model_kwargs.get("attention_mask"))
         or _unsupported_rope(model.config.get_text_config(decoder=True), max_length)
     )
     return not reason, reason
@@ -87,6 +88,13 @@ def _unsupported_inputs(model_kwargs: dict[str, Any]) -> str:
         value = model_kwargs.get(name)
         if value is not None and value.ndim != 2:
             return f"{name} with {value.ndim} dimensions"
+    return ""
+
+
+def _unsupported_mask(config: Any, mask: torch.Tensor | None) -> str:
+    # A sliding window counts columns, masked ones too; a slab has no place for those between tokens.
+    if mask is not None and has_sliding_window(config) and not mask.bool().equal(mask.bool().cummax(1).values.bool()):
+        return "attention masks with holes under a sliding window"
     return ""
 
 

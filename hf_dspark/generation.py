@@ -52,7 +52,7 @@ def decode(
         ValueError: Arguments, target and drafter do not fit; the message says how to go on.
     """
     check_arguments(target, input_ids, generation_config, streamer, model_kwargs)
-    TargetView(target, assistant_model)  # a drafter that does not fit is refused before the first forward
+    view = TargetView(target, assistant_model)  # a drafter that does not fit is refused before the first forward
     arguments = {
         "input_ids": input_ids,
         "logits_processor": logits_processor,
@@ -62,7 +62,9 @@ def decode(
     }
     if reason := reason_to_decode_plainly(logits_processor, synced_gpus):
         return decode_plainly(target, reason, synced_gpus=synced_gpus, **arguments, **model_kwargs)
-    packable, reason = packs(target, model_kwargs, input_ids.device, max_length=generation_config.max_length)
+    packable, reason = packs(
+        target, model_kwargs, view.to_target(input_ids).device, max_length=generation_config.max_length
+    )
     if packable:
         return Decoder(target, assistant_model, model_kwargs=model_kwargs, **arguments).run()
     return decode_by_rows(

@@ -65,7 +65,7 @@ class GenerationRecord:
         logits: torch.Tensor,
         hidden_states: Sequence[torch.Tensor],
     ) -> None:
-        """Gives `row` its `entries` of a round: of `scores [N, V]`, `logits [N, V]`, `hidden_states [1, N, D]` each."""
+        """Gives `row` its `entries` of a round's `scores [N, V]`, `logits [N, V]` and `hidden_states [1, N, D]`."""
         self._add(row, entries, scores, logits)
         if self.hidden_states is not None:
             own = [states[0, entries].clone() for states in hidden_states]

@@ -138,9 +138,9 @@ def earlier_context(
     if not known or not missing.any():
         return kept, [[] for _ in mask]
     hidden_states = view.target(
-        input_ids[:, :cached],
-        attention_mask=mask[:, :cached].long(),
-        position_ids=positions[:, :cached],
+        view.to_target(input_ids[:, :cached]),
+        attention_mask=view.to_target(mask[:, :cached].long()),
+        position_ids=view.to_target(positions[:, :cached]),
         output_hidden_states=view.hidden_state_indices,
         use_cache=False,
     ).hidden_states

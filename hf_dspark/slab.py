@@ -34,8 +34,10 @@ class SlabLayer:
         if self.slabs and self.slabs[0].shape[2] >= num_slots:
             return
         capacity = max(16, 1 << (num_slots - 1).bit_length())
-        # Zeros, not empty memory: hidden slots still enter attention with weight 0, and 0 * nan is nan.
-        grown = tuple(states.new_zeros(num_rows, states.shape[1], capacity, states.shape[3]) for states in like)
+        # Zeros, not empty memory: hidden slots still enter attention with weight 0, and 0 * nan is nan. No tensors of
+        # inference mode: a slab kept for a later call may be written outside of it.
+        with torch.inference_mode(False):
+            grown = tuple(states.new_zeros(num_rows, states.shape[1], capacity, states.shape[3]) for states in like)
         for new, old in zip(grown, self.slabs, strict=False):  # there is nothing to copy at first
             new[:, :, : old.shape[2]] = old
         self.slabs = grown

@@ -72,6 +72,11 @@ class TargetView:
         """Entries of `hidden_states` to capture: the output of layer i stands at i + 1 (0 is the embeddings)."""
         return [layer + 1 for layer in self.drafter.config.target_layer_ids or ()]
 
+    def to_target(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Moves what the target is to read to its device. An offloaded target, on "meta", moves its inputs itself."""
+        device = self.target.device
+        return tensor if device.type == "meta" else tensor.to(device)
+
     def context_features(self, hidden_states: Sequence[torch.Tensor]) -> torch.Tensor:
         """The target's `hidden_states` tuple -> `[..., M*Dt]` on the drafter's device, in its dtype (Eq. 2)."""
         home = self.drafter.fc.weight
@@ -81,13 +86,14 @@ class TargetView:
     def noise_embeds(self, token_ids: torch.LongTensor) -> torch.Tensor:
         """Embeds target token ids `[...]` with the target's own module -> `[..., D]` in the drafter's dtype."""
         home = self.drafter.fc.weight
-        return self.embed_tokens(token_ids).to(device=home.device, dtype=home.dtype)
+        return self.embed_tokens(self.to_target(token_ids)).to(device=home.device, dtype=home.dtype)
 
     def base_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states `[..., D]` -> logits `[..., Vd]` in float32: U_k, before any Markov bias."""
         if self.drafter.has_own_vocabulary:
             return self.lm_head(hidden).float()
-        logits = self.lm_head(hidden.to(self.target.dtype)).to(device=hidden.device, dtype=torch.float32)
+        logits = self.lm_head(self.to_target(hidden.to(self.target.dtype)))
+        logits = logits.to(device=hidden.device, dtype=torch.float32)
         # Padded vocabularies may differ by unused rows (151936 / 152064): what one side lacks cannot be drafted.
         return logits[..., : self.drafter.config.vocab_size]
 

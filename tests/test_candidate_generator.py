@@ -6,6 +6,7 @@ from transformers import GenerationMixin
 
 import hf_dspark.generation
 from hf_dspark import ConfidenceThreshold, DSparkCandidateGenerator, FixedLength
+from hf_dspark.drafting import DraftSession
 from tests.drafters import assert_drafted, generate, k_oracle, left_padded, tiny_drafter
 from tests.tiny import tiny_target
 
@@ -130,6 +131,30 @@ def test_sampling_works_in_the_stock_loop(head, in_the_stock_loop):
         assert output.shape == (2, 6 + 24)
     assert_drafted(rounds)
     assert 0 < sum(r.num_accepted for r in rounds) < sum(r.verify_length for r in rounds)
+
+
+@pytest.mark.parametrize("head", DRAFTERS.values(), ids=DRAFTERS.keys())
+def test_the_logits_handed_over_are_the_distributions_drawn_from(head, in_the_stock_loop, monkeypatch):
+    target, inputs, drafts, handed_over = tiny_target("llama"), left_padded([6]), [], []
+    propose, get_candidates = DraftSession.propose, DSparkCandidateGenerator.get_candidates
+
+    def recording_propose(self, *args, **kwargs):
+        drafts.append(propose(self, *args, **kwargs))
+        return drafts[-1]
+
+    def recording_candidates(self, *args, **kwargs):
+        ids, logits = get_candidates(self, *args, **kwargs)
+        handed_over.extend([] if logits is None else [(ids, logits)])
+        return ids, logits
+
+    monkeypatch.setattr(DraftSession, "propose", recording_propose)
+    monkeypatch.setattr(DSparkCandidateGenerator, "get_candidates", recording_candidates)
+    in_the_stock_loop(target, inputs, tiny_drafter(target, **head), max_new_tokens=12, do_sample=True, top_k=7)
+    for drawn, (ids, logits) in zip(drafts, handed_over, strict=True):
+        assert torch.equal(ids[:, -drawn.ids.shape[1] :], drawn.ids)
+        columns = torch.arange(64) if drawn.token_ids is None else drawn.token_ids
+        expected = torch.zeros_like(logits).index_copy(2, columns, drawn.probs)
+        torch.testing.assert_close(logits.softmax(-1), expected)
 
 
 STOPS = {

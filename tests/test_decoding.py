@@ -232,9 +232,9 @@ def test_half_precision_differs_only_where_the_two_best_tokens_nearly_tie(dtype)
     target = type(target).from_pretrained(None, config=target.config, state_dict=target.state_dict(), dtype=dtype)
     drafter = tiny_drafter(target)
     assert drafter.fc.weight.dtype == dtype
-    near_tie = 32 * torch.finfo(dtype).eps  # a few roundings of logits of about this size
+    near_tie = 4 * torch.finfo(dtype).eps  # relative to the logits: a few roundings
     identical = 0
-    for seed in range(10):
+    for seed in range(10, 20):
         inputs = left_padded([9], seed=seed)
         plain = generate(target, inputs, max_new_tokens=24, output_logits=True)
         sequences = plain.sequences.clone()
@@ -250,7 +250,7 @@ def test_half_precision_differs_only_where_the_two_best_tokens_nearly_tie(dtype)
         first = int((output.sequences != plain.sequences)[0].nonzero()[0]) - 9
         best, second = plain.logits[first][0].topk(2).values.tolist()
         assert best - second <= near_tie * abs(best)
-    assert identical >= 5
+    assert identical >= 7
 
 
 # ------------------------------------------------------------------------------------------ sampling: exact laws

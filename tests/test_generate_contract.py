@@ -9,6 +9,7 @@ import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
+import accelerate
 import pytest
 import torch
 import transformers
@@ -153,14 +154,15 @@ def test_an_exception_reaches_the_reader_of_an_asynchronous_streamer():
         return "".join([piece async for piece in streamer])
 
     with pytest.raises(RuntimeError, match="generation failed while streaming: the constraint broke"):
-        asyncio.run(read(prefix_allowed_tokens_fn=broken))
+        asyncio.run(read(prefix_allowed_tokens_fn=broken, max_new_tokens=4))
     assert asyncio.run(read(**writing_text(tokenizer, inputs))) == TEXT
 
 
 def test_another_streamer_is_ended_when_generation_fails():
     target, streamer = tiny_target("llama"), Tokens()
     with pytest.raises(ArithmeticError):
-        generate(target, left_padded([4]), tiny_drafter(target), streamer=streamer, prefix_allowed_tokens_fn=broken)
+        options = {"prefix_allowed_tokens_fn": broken, "max_new_tokens": 4}
+        generate(target, left_padded([4]), tiny_drafter(target), streamer=streamer, **options)
     assert streamer.ended
 
 
@@ -168,13 +170,12 @@ def test_a_streamer_for_two_rows_is_an_error_that_points_to_the_callback():
     target, tokenizer = tiny_target("llama"), byte_tokenizer()
     for streamer in (Tokens(), TextIteratorStreamer(tokenizer, timeout=60)):
         with pytest.raises(ValueError, match="on_round"):
-            generate(target, left_padded([4, 4]), tiny_drafter(target), streamer=streamer)
+            generate(target, left_padded([4, 4]), tiny_drafter(target), streamer=streamer, max_new_tokens=4)
     with pytest.raises(ValueError, match="on_round"):
         target.generate(left_padded([4, 4])["input_ids"], assistant_model=tiny_drafter(target), streamer=Tokens())
+    two_samples = {"do_sample": True, "num_return_sequences": 2, "max_new_tokens": 4}
     with pytest.raises(ValueError, match="on_round"):
-        generate(
-            target, left_padded([4]), tiny_drafter(target), streamer=Tokens(), do_sample=True, num_return_sequences=2
-        )
+        generate(target, left_padded([4]), tiny_drafter(target), streamer=Tokens(), **two_samples)
 
 
 def test_the_callback_streams_a_batch_row_by_row():
@@ -231,7 +232,7 @@ def test_only_what_was_asked_for_is_returned():
 def test_attentions_are_refused_with_the_way_out():
     target = tiny_target("llama")
     with pytest.raises(ValueError, match="without assistant_model"):
-        generate(target, left_padded([5]), tiny_drafter(target), output_attentions=True)
+        generate(target, left_padded([5]), tiny_drafter(target), output_attentions=True, max_new_tokens=4)
 
 
 def test_rounds_and_stats_add_up_to_the_text():
@@ -304,6 +305,22 @@ def test_left_padding_changes_neither_tokens_nor_drafts():
     confidences = [torch.tensor([c for r in output.rounds for c in r.confidence]) for output in (bare, behind)]
     torch.testing.assert_close(*confidences, atol=1e-4, rtol=0)
     assert_drafted(bare.rounds)
+
+
+MASKS = {"left": [0, 0, 1, 1, 1, 1], "right": [1, 1, 1, 1, 0, 0], "inside": [1, 1, 0, 0, 1, 1], "bool": [True] * 6}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+def test_whatever_the_mask_hides_the_text_is_plain_generates(family, mask):
+    target, inputs = tiny_target(family), left_padded([6, 6])
+    inputs["attention_mask"] = torch.tensor([[True] * 6, mask]).to(bool if mask[0] is True else int)
+    plain = generate(target, inputs, max_new_tokens=16, return_dict_in_generate=False)
+    rounds = []
+    view = tiny_drafter(target).with_options(on_round=rounds.append)
+    output = generate(target, inputs, view, max_new_tokens=16, return_dict_in_generate=False)
+    assert torch.equal(output, plain)
+    assert_drafted(rounds)
 
 
 def test_without_a_prompt_generation_starts_from_the_begin_token():
@@ -411,11 +428,21 @@ def test_the_targets_weights_are_borrowed_not_copied():
 def test_nothing_is_sized_from_a_million_positions():
     target = tiny_target("llama", max_position_embeddings=2**20)
     drafter = tiny_drafter(target, max_position_embeddings=2**20)
-    output = generate(target, left_padded([5]), drafter, max_new_tokens=8, cache_implementation=None)
+    output = generate(target, left_padded([5]), drafter, max_new_tokens=8)
     assert_drafted(output.rounds)
     for module in (target, drafter):
         assert max(tensor.numel() for tensor in [*module.parameters(), *module.buffers()]) < 2**16
     assert all(layer.keys.shape[2] == 12 for layer in output.cache.layers)
+
+
+@pytest.mark.parametrize("head", [{}, {"draft_vocab_size": 20}], ids=["the target's head", "its own head"])
+def test_an_offloaded_target_is_drafted_for(head):
+    stock, inputs = tiny_target("llama"), left_padded([5, 2])
+    target = accelerate.cpu_offload(copy.deepcopy(stock), execution_device=torch.device("cpu"))
+    assert target.device.type == "meta"
+    output = generate(target, inputs, tiny_drafter(stock, **head), max_new_tokens=12)
+    assert torch.equal(output.sequences, generate(stock, inputs, max_new_tokens=12).sequences)
+    assert_drafted(output.rounds)
 
 
 # ------------------------------------------------------------------------------------------------------- threads
@@ -599,9 +626,11 @@ def test_a_padded_vocabulary_may_differ_between_drafter_and_target(drafter_size,
 def test_a_drafter_of_another_width_is_refused_with_both_widths():
     target = tiny_target("llama")
     with pytest.raises(ValueError, match=r"width 64 .*hidden_size=32"):
-        generate(target, left_padded([5]), tiny_drafter(target, hidden_size=64))
+        generate(target, left_padded([5]), tiny_drafter(target, hidden_size=64), max_new_tokens=4)
     with pytest.raises(ValueError, match="hidden_size=64 must equal the target's 32"):
-        generate(target, left_padded([5]), tiny_drafter(target, hidden_size=64, target_hidden_size=32))
+        generate(
+            target, left_padded([5]), tiny_drafter(target, hidden_size=64, target_hidden_size=32), max_new_tokens=4
+        )
 
 
 @pytest.mark.parametrize(("wrong", "message"), [(3, "several draft ids to one"), (64, "names token 64")])
@@ -610,14 +639,19 @@ def test_a_draft_vocabulary_that_no_target_token_stands_behind_is_refused(wrong,
     drafter = tiny_drafter(target, draft_vocab_size=4)
     drafter.d2t.copy_(torch.tensor([0, 3, 7, wrong]) - torch.arange(4))
     with pytest.raises(ValueError, match=message):
-        generate(target, left_padded([5]), drafter)
+        generate(target, left_padded([5]), drafter, max_new_tokens=4)
 
 
 @pytest.mark.parametrize("layers", [[0, 3], [-2, 1], [0, 7]])
 def test_tapped_layers_that_the_target_lacks_are_refused(layers):
     target = tiny_target("llama")
     with pytest.raises(ValueError, match="target_layer_ids"):
-        generate(target, left_padded([5]), tiny_drafter(target, target_layer_ids=layers, num_target_layers=None))
+        generate(
+            target,
+            left_padded([5]),
+            tiny_drafter(target, target_layer_ids=layers, num_target_layers=None),
+            max_new_tokens=4,
+        )
 
 
 def test_the_last_layer_cannot_be_tapped():
@@ -625,7 +659,7 @@ def test_the_last_layer_cannot_be_tapped():
         tiny_drafter(tiny_target("llama"), target_layer_ids=[0, 2])
     with pytest.raises(ValueError, match="taps the target's last layer 2"):
         drafter = tiny_drafter(tiny_target("llama"), target_layer_ids=[0, 2], num_target_layers=None)
-        generate(tiny_target("llama"), left_padded([5]), drafter)
+        generate(tiny_target("llama"), left_padded([5]), drafter, max_new_tokens=4)
 
 
 def test_a_confidence_head_cannot_be_fed_a_markov_embedding_that_is_not_there():
