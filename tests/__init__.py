@@ -2,4 +2,6 @@
 
 import os
 
+# Tiny models gain nothing from a second thread, and lose much to it where cores are shared.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")

@@ -157,6 +157,37 @@ def test_100_of_100_outputs_of_a_json_grammar_parse_and_equal_plain_generates(he
     assert_drafted(rounds)
 
 
+class Masking(LogitsProcessor):
+    """The grammar as a user's own processor, which does not rescue a vocabulary without an allowed token."""
+
+    def __init__(self, prompt_width):
+        self.grammar = JSONGrammar(prompt_width)
+
+    def __call__(self, input_ids, scores):
+        mask = torch.full_like(scores, float("-inf"))
+        for row, ids in enumerate(input_ids):
+            mask[row, self.grammar(row, ids)] = 0
+        return scores + mask
+
+
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampling"])
+@pytest.mark.parametrize("head", [{"draft_vocab_size": 20}, {"draft_top_k": 3}], ids=["reduced", "top-k"])
+def test_where_nothing_that_can_be_drafted_is_allowed_the_draft_ends_and_nobody_asks_what_follows(head, do_sample):
+    target = tiny_target("llama")
+    drafter, rounds = tiny_drafter(target, **head), []
+    view = drafter.with_options(on_round=rounds.append)
+    options = {"max_new_tokens": 60, "eos_token_id": END_ID, "sequence_bias": BRIEF, "do_sample": do_sample}
+    for seed in range(20):
+        inputs = left_padded([4], seed=seed)
+        output = generate(target, inputs, view, logits_processor=LogitsProcessorList([Masking(4)]), **options)
+        json.loads("".join(SYMBOLS[token_id - 3] for token_id in output.sequences[0, 4:-1].tolist()))
+        if not do_sample:
+            plain = generate(target, inputs, logits_processor=LogitsProcessorList([Masking(4)]), **options)
+            assert torch.equal(output.sequences, plain.sequences)
+    assert sum(r.verify_length < len(r.draft_ids) for r in rounds) > 20
+    assert max(r.verify_length for r in rounds) > 1
+
+
 def test_a_sampled_grammar_is_kept_too():
     target = tiny_target("llama")
     drafter, rounds = tiny_drafter(target, draft_vocab_size=20), []
