@@ -33,8 +33,9 @@ types: $(INSTALLED)
 
 # The stamp is written only when everything is installed, so an interrupted set-up is simply taken up again.
 $(INSTALLED): pyproject.toml constraints.txt
-	test -x $(VENV_PYTHON) || $(PYTHON) -m venv $(VENV)
-	$(VENV_PYTHON) -m pip install $(PIP_ARGS) -c constraints.txt -e '.[demo,dev,train]'
+	@test -x $(VENV_PYTHON) || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV), once; this takes a few minutes ..."
+	@$(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[demo,dev,train]'
 	@touch $@
 
 clean:

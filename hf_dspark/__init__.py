@@ -9,6 +9,7 @@ from .configuration_dspark import DSparkConfig
 from .hook import install, uninstall
 from .modeling_dspark import DSparkDrafter
 from .outputs import DSparkGenerateOutput
+from .parity import ParityReport, check_parity
 from .rounds import DecodingRound, DecodingStats
 from .scheduling import ConfidenceThreshold, FixedLength, Scheduler, ScheduleRequest
 
@@ -23,8 +24,10 @@ __all__ = [
     "DecodingRound",
     "DecodingStats",
     "FixedLength",
+    "ParityReport",
     "ScheduleRequest",
     "Scheduler",
+    "check_parity",
     "install",
     "uninstall",
 ]

@@ -85,7 +85,7 @@ class Decoder:
         self.on_round = options.on_round
         self.logits_processor = logits_processor
         self.processors = RowProcessors(logits_processor, len(input_ids))
-        self.stops = StopChecker(stopping_criteria)
+        self.stops = StopChecker(stopping_criteria, len(input_ids))
         self.random_source = random_source or RandomSource(options.generator)
         self.record = GenerationRecord(generation_config, len(input_ids))
         self.rounds: list[DecodingRound] = []
@@ -321,7 +321,7 @@ class Decoder:
     def _commit(self, row: Row, token_ids: list[int]) -> tuple[list[int], bool]:
         """Appends tokens up to the first stop; returns those kept, and whether the row has stopped."""
         width = self.input_ids.shape[1] + len(row.new_ids)
-        count, stopped = self.stops.kept(token_ids, width=width, prefix=lambda: self._ids(row))
+        count, stopped = self.stops.kept(token_ids, width=width, prefix=lambda: self._ids(row), row=row.index)
         kept = token_ids[:count]
         row.new_ids.extend(kept)
         row.anchor_position += len(kept)

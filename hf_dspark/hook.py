@@ -9,6 +9,7 @@ Assistants are told by the class attribute `is_dspark_drafter`, not by type, so 
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -27,13 +28,16 @@ def is_drafter(assistant: Any) -> bool:
 
 
 def _generate(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
     @functools.wraps(original)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        streamer = kwargs.get("streamer")
-        if streamer is None or not is_drafter(kwargs.get("assistant_model")):
+        given = kwargs | signature.bind_partial(self, *args).arguments
+        streamer = given.get("streamer")
+        if streamer is None or not is_drafter(given.get("assistant_model")):
             return original(self, *args, **kwargs)
         with failures_reach_the_reader(streamer):
-            prompts = [*args[:1], *(kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))]
+            prompts = [given.get(name) for name in ("inputs", "input_ids", "inputs_embeds")]
             check_streamer(streamer, max((len(prompt) for prompt in prompts if prompt is not None), default=1))
             return original(self, *args, **kwargs)
 

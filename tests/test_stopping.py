@@ -164,3 +164,19 @@ def test_stop_strings_end_with_the_completing_token(tokenizer, prefix, new_ids, 
     expected = (kept or len(new_ids), kept is not None)
     assert cut(criteria, prefix, new_ids) == expected
     assert plain_kept(criteria, prefix, new_ids) == expected
+
+
+class RowLimits(StoppingCriteria):
+    """A limit for each batch row."""
+
+    def __init__(self, limits):
+        self.limits = torch.tensor(limits)
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids.shape[1] >= self.limits
+
+
+def test_a_criterion_bound_to_the_batch_is_asked_for_its_own_row():
+    checker = StopChecker([RowLimits([4, 6])], batch_size=2)
+    kept = [checker.kept([7, 7, 7, 7], width=2, prefix=lambda: torch.tensor([1, 1]), row=row) for row in range(2)]
+    assert kept == [(2, True), (4, True)]
