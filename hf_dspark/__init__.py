@@ -4,6 +4,8 @@ Importing it installs the hook, so that `target.generate(**inputs, assistant_mod
 [`DSparkDrafter`]. Method: https://huggingface.co/papers/2607.05147.
 """
 
+from transformers import AutoConfig, AutoModel
+
 from .candidate_generator import DSparkCandidateGenerator
 from .configuration_dspark import DSparkConfig
 from .hook import install, uninstall
@@ -32,4 +34,6 @@ __all__ = [
     "uninstall",
 ]
 
+AutoConfig.register(DSparkConfig.model_type, DSparkConfig, exist_ok=True)
+AutoModel.register(DSparkConfig, DSparkDrafter, exist_ok=True)
 install()

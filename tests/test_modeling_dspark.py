@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from transformers import AutoModel
 
 from hf_dspark import DSparkDrafter, FixedLength
 
@@ -86,6 +87,14 @@ def test_saving_writes_only_the_drafters_own_tensors_and_loads_back_equal(tmp_pa
     assert all(
         torch.equal(a, b) for a, b in zip(model.state_dict().values(), loaded.state_dict().values(), strict=True)
     )
+
+
+def test_auto_model_loads_a_saved_drafter(tmp_path):
+    model = drafter()
+    model.save_pretrained(tmp_path)
+    loaded, info = AutoModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert isinstance(loaded, DSparkDrafter) and not any(info.values())
+    assert torch.equal(loaded.fc.weight, model.fc.weight)
 
 
 def test_a_drafter_for_the_full_vocabulary_has_no_embedding_and_no_head_of_its_own():
