@@ -32,7 +32,7 @@ class TargetView:
     """
 
     def __init__(self, target: PreTrainedModel, drafter: DSparkDrafter):
-        self.target, self.drafter = target, drafter
+        self.target, self.drafter, self.device = target, drafter, target.device
         config, text_config = drafter.config, target.config.get_text_config()
         if config.target_hidden_size != text_config.hidden_size:
             raise ValueError(
@@ -74,8 +74,7 @@ class TargetView:
 
     def to_target(self, tensor: torch.Tensor) -> torch.Tensor:
         """Moves what the target is to read to its device. An offloaded target, on "meta", moves its inputs itself."""
-        device = self.target.device
-        return tensor if device.type == "meta" else tensor.to(device)
+        return tensor if self.device.type == "meta" else tensor.to(self.device)
 
     def context_features(self, hidden_states: Sequence[torch.Tensor]) -> torch.Tensor:
         """The target's `hidden_states` tuple -> `[..., M*Dt]` on the drafter's device, in its dtype (Eq. 2)."""

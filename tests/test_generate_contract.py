@@ -210,6 +210,20 @@ def test_scores_logits_and_hidden_states_are_plain_generates_one_for_each_new_to
         torch.testing.assert_close(ours, stock, atol=1e-4, rtol=0)
 
 
+def test_a_processor_that_writes_into_its_scores_leaves_the_logits_alone():
+    def forbid_first_half(ids, scores):
+        scores[:, :32] = float("-inf")
+        return scores
+
+    target, inputs = tiny_target("llama"), left_padded([5])
+    options = {"max_new_tokens": 8, "output_logits": True, "output_scores": True}
+    output = generate(target, inputs, tiny_drafter(target), logits_processor=[forbid_first_half], **options)
+    assert_drafted(output.rounds)
+    for logits, scores in zip(output.logits, output.scores, strict=True):
+        assert logits.isfinite().all()
+        assert scores[:, :32].isneginf().all() and torch.equal(scores[:, 32:], logits[:, 32:])
+
+
 def test_a_row_that_has_ended_has_zeros_for_scores():
     target, inputs = tiny_target("llama"), left_padded([3, 9])
     text = generate(target, inputs, max_new_tokens=12).sequences
