@@ -7,7 +7,7 @@ from transformers import GenerationMixin
 import hf_dspark.generation
 from hf_dspark import ConfidenceThreshold, DSparkCandidateGenerator, FixedLength
 from hf_dspark.drafting import DraftSession
-from tests.drafters import assert_drafted, generate, k_oracle, left_padded, tiny_drafter
+from tests.drafters import assert_drafted, generate, k_oracle, left_padded, oracle, tiny_drafter
 from tests.tiny import tiny_target
 
 
@@ -166,8 +166,10 @@ STOPS = {
 @pytest.mark.parametrize("options", STOPS.values(), ids=STOPS.keys())
 def test_criteria_that_the_stock_loop_overshoots_are_met_exactly(options, in_the_stock_loop):
     target, inputs = tiny_target("llama"), left_padded([6])
+    whole = generate(target, inputs, max_new_tokens=24).sequences
     plain = generate(target, inputs, max_new_tokens=24, **options).sequences
-    output = in_the_stock_loop(target, inputs, tiny_drafter(target), max_new_tokens=24, **options)
+    assert plain.shape[1] < whole.shape[1]
+    output = in_the_stock_loop(target, inputs, oracle(tiny_drafter(target), whole), max_new_tokens=24, **options)
     assert torch.equal(output.sequences, plain)
 
 

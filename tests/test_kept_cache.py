@@ -182,6 +182,9 @@ def test_plain_generate_goes_on_where_a_drafter_stopped_and_the_other_way_round(
         for turn, drafter in enumerate(drafters):
             output = generate(target, inputs, drafter, cache=cache, max_new_tokens=20)
             assert torch.equal(output.sequences, expected[turn].sequences)
+            if drafter is not None:
+                fresh = generate(target, inputs, drafter, max_new_tokens=20)
+                assert drafted(output.rounds) == drafted(fresh.rounds)
             inputs = next_turn(output.sequences, seed=turn)
 
 
@@ -272,19 +275,37 @@ def test_a_cropped_cache_takes_another_turn():
     assert drafted(kept.rounds) == drafted(fresh.rounds)
 
 
-def test_a_turn_that_failed_leaves_a_cache_that_can_be_cropped_and_used_again():
+def test_a_cropped_cache_that_went_another_way_is_not_taken_for_what_it_was():
     target = tiny_target("llama")
     drafter, cache = tiny_drafter(target), DynamicCache(config=target.config)
     first = generate(target, left_padded([7]), drafter, cache=cache, max_new_tokens=20)
+    cache.crop(-10)
+    other = generate(target, next_turn(first.sequences[:, :17], seed=3), cache=cache, max_new_tokens=20)
+    conversation = next_turn(other.sequences, seed=4)
+    fresh = generate(target, conversation, drafter, max_new_tokens=20)
+    kept = generate(target, conversation, drafter, cache=cache, max_new_tokens=20)
+    assert torch.equal(kept.sequences, fresh.sequences)
+    assert drafted(kept.rounds) == drafted(fresh.rounds)
+
+
+def test_a_turn_that_failed_leaves_a_cache_that_can_be_cropped_and_used_again():
+    target = tiny_target("llama")
+    drafter, cache = tiny_drafter(target), DynamicCache(config=target.config)
+    first = generate(target, left_padded([7, 7]), drafter, cache=cache, max_new_tokens=20)
     length = cache.get_seq_length()
+    failing = next_turn(first.sequences, 12, seed=5)
+
+    def stop_first_row(ids, scores):
+        return torch.tensor([row[:7] == failing["input_ids"][0, :7].tolist() for row in ids.tolist()])
 
     def fail(r):
+        assert r.row == 1  # by now the rows have changed places
         if r.step == 4:
             raise InterruptedError
 
     with pytest.raises(InterruptedError):
         view = drafter.with_options(on_round=fail)
-        generate(target, next_turn(first.sequences, 12, seed=5), view, cache=cache, max_new_tokens=20)
+        generate(target, failing, view, cache=cache, max_new_tokens=20, stopping_criteria=[stop_first_row])
     cache.crop(length - cache.get_seq_length())
     conversation = next_turn(first.sequences, seed=6)
     fresh = generate(target, conversation, drafter, max_new_tokens=20)
