@@ -5,7 +5,9 @@ import re
 import pytest
 
 from hf_dspark import cli
+from hf_dspark.auto import Auto
 from hf_dspark.demo import DemoAssetsError
+from hf_dspark.policies import CausalGreedy, LaggedBudget, Lookahead
 from hf_dspark.scheduling import ConfidenceThreshold, FixedLength
 
 
@@ -16,13 +18,35 @@ from hf_dspark.scheduling import ConfidenceThreshold, FixedLength
         ("fixed:0", FixedLength(0)),
         ("fixed:3", FixedLength(3)),
         ("threshold:0.5", ConfidenceThreshold(0.5)),
+        ("auto", Auto()),
+        ("greedy", CausalGreedy()),
+        ("greedy:envelope", CausalGreedy(envelope=True)),
+        ("lagged", LaggedBudget()),
+        ("lagged:3", LaggedBudget(3)),
+        ("lookahead", Lookahead()),
     ],
 )
 def test_a_scheduler_can_be_written_as_a_word(text, scheduler):
-    assert cli.parse_scheduler(text) == scheduler
+    parsed = cli.parse_scheduler(text)
+    assert type(parsed) is type(scheduler) and parsed == scheduler
 
 
-@pytest.mark.parametrize("text", ["", "quick", "fixed:x", "fixed:-1", "threshold", "threshold:2", "threshold:nan"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "quick",
+        "fixed:",
+        "fixed:x",
+        "fixed:-1",
+        "threshold",
+        "threshold:2",
+        "threshold:nan",
+        "auto:1",
+        "greedy:x",
+        "lagged:x",
+    ],
+)
 def test_a_wrong_scheduler_is_refused_by_name(text, capsys):
     with pytest.raises(SystemExit) as exit_:
         cli.main(["demo", "--scheduler", text])
@@ -40,7 +64,7 @@ def test_a_wrong_number_is_refused(option, capsys):
     assert f"argument {option[0]}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments, expected", [(["--help"], "demo"), (["demo", "--help"], "fixed:3")])
+@pytest.mark.parametrize("arguments, expected", [(["--help"], "demo"), (["demo", "--help"], "default: auto")])
 def test_help_needs_no_model(arguments, expected, capsys):
     with pytest.raises(SystemExit) as exit_:
         cli.main(arguments)
@@ -52,7 +76,7 @@ def test_a_missing_pair_is_one_line_and_no_traceback(monkeypatch, capsys):
     def load_demo_pair():
         raise DemoAssetsError("the disk is full")
 
-    monkeypatch.setattr(cli, "load_demo_pair", load_demo_pair)
+    monkeypatch.setattr("hf_dspark.cli.demo.load_demo_pair", load_demo_pair)
     assert cli.main(["demo"]) == 1
     assert capsys.readouterr().err == "error: the disk is full\n"
 
@@ -69,8 +93,8 @@ def test_the_demo_shows_both_answers_and_finds_them_identical(capsys):
     assert plain == drafted and "Paris" in plain
     assert len(re.findall(r"identical$", output, re.MULTILINE)) == 2
     assert "DIFFERENT" not in output
-    assert re.search(r"^1 prompt, whole block .*x ", output, re.MULTILINE)
-    assert re.search(r"^2 prompts, 3 drafts .*x ", output, re.MULTILINE)
+    assert re.search(r"^1 prompt, auto .*x ", output, re.MULTILINE)
+    assert re.search(r"^2 prompts, auto .*x ", output, re.MULTILINE)
     assert "on cpu, float32" in output and "greedy" in output
 
 

@@ -1,0 +1,35 @@
+"""The command line: `python -m hf_dspark <command>`, also installed as `hf-dspark`.
+
+Contract: parses arguments, calls the library and prints; whatever computes something lives elsewhere. A command is a
+function that adds its parser, with `run` set to the function that carries it out; `COMMANDS` lists them.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from ..demo import DemoAssetsError
+from .arguments import parse_scheduler
+from .calibrate import add_calibrate_command
+from .demo import add_demo_command
+from .profile import add_profile_command
+
+__all__ = ["COMMANDS", "main", "parse_scheduler"]
+
+COMMANDS = (add_demo_command, add_profile_command, add_calibrate_command)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command that `argv` (default: the process's arguments) names; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="hf-dspark", description="DSpark speculative decoding for transformers.")
+    commands = parser.add_subparsers(title="commands", metavar="command", required=True)
+    for add_command in COMMANDS:
+        add_command(commands)
+    args = parser.parse_args(argv)
+    try:
+        return args.run(args)
+    except DemoAssetsError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
