@@ -15,11 +15,12 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
+from .call_schedule import CallSchedule
 from .drafting import DraftSession
 from .modeling_dspark import DSparkDrafter
 from .processors import RowProcessors
+from .round_cost import RoundCost
 from .rounds import DecodingRound
-from .scheduling import FixedLength, ScheduleRequest
 from .target import TargetView
 from .verification import RandomSource
 
@@ -48,11 +49,12 @@ class DSparkCandidateGenerator(CandidateGenerator):
         logits_processor: LogitsProcessorList,
         **kwargs: Any,
     ):
-        options, block = drafter.options, drafter.config.num_drafts
+        options = drafter.options
         self.view = TargetView(target, drafter)
-        self.scheduler = options.scheduler or FixedLength()
+        # Measured profiles are of the packed engine; here only one that the caller vouches for applies.
+        cost = None if options.sps_profile is None else RoundCost(options.sps_profile)
+        self.plan = CallSchedule(drafter, cost, do_sample=generation_config.do_sample)
         self.on_round = options.on_round
-        self.draft_length = min(self.scheduler.draft_length(block), options.max_draft_tokens or block)
         self.max_length = generation_config.max_length
         eos = getattr(generation_config, "_eos_token_tensor", None)
         self.end_ids = frozenset([] if eos is None else eos.flatten().tolist())
@@ -95,7 +97,11 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
         """Reports the round that the stock loop just finished; `input_ids [1, S]` end with what it kept."""
-        if self.proposal is not None and self.on_round is not None:
+        if self.proposal is None:
+            return
+        seconds = time.perf_counter() - self.began
+        self.plan.observe([self.proposal["verify_length"]], [int(num_matches)], seconds, self.position)
+        if self.on_round is not None:
             kept = input_ids[0, input_ids.shape[1] - int(num_matches) - 1 :].tolist()
             self.on_round(
                 DecodingRound(
@@ -110,14 +116,14 @@ class DSparkCandidateGenerator(CandidateGenerator):
                     **self.proposal,
                 )
             )
-        self.step += self.proposal is not None
+        self.step += 1
         self.proposal = None
 
     def _propose(self, input_ids: torch.LongTensor) -> tuple[torch.LongTensor, torch.Tensor | None]:
         anchor_id = int(input_ids[0, -1])
         self.proposal = {"anchor_id": anchor_id, "draft_ids": (), "confidence": (), "verify_length": 0}
-        num_drafts = min(self.draft_length, self.max_length - input_ids.shape[1] - 1)
-        if num_drafts <= 0:
+        num_drafts = min(self.plan.draft_length, self.max_length - input_ids.shape[1] - 1)
+        if not self.plan.wants_drafts(1, self.position) or num_drafts <= 0:
             return input_ids, None
 
         def prefix(entry: int, supposed: list[int]) -> torch.Tensor | None:
@@ -127,7 +133,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
         drafts = self.session.propose([anchor_id], [self.position], num_drafts, rows=[0], prefix=prefix)
         confidence = None if drafts.confidence is None else drafts.confidence.float().cpu()
-        (length,) = self.scheduler.verify_lengths(ScheduleRequest(confidence, drafts.usable.tolist(), [0], self.step))
+        (length,) = self.plan.verify_lengths(drafts, [num_drafts], rows=[0], step=self.step, context=self.position)
         self.proposal |= {"draft_ids": tuple(drafts.ids[0].tolist()), "verify_length": length}
         self.proposal["confidence"] = () if confidence is None else tuple(confidence[0].tolist())
         if length == 0:

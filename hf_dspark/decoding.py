@@ -9,13 +9,15 @@ K draft positions, N packed tokens of one verification (`sum(1 + l_r)`), M tappe
 vocabulary.
 """
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
+from .call_schedule import CallSchedule, measured_cost
 from .drafting import Drafts, DraftSession
 from .kept_cache import remember_context
 from .modeling_dspark import DSparkDrafter
@@ -24,7 +26,6 @@ from .packed import packed_forward
 from .prefill import prefill
 from .processors import RowProcessors
 from .rounds import DecodingRound, DecodingStats
-from .scheduling import FixedLength, Scheduler, ScheduleRequest
 from .stopping import StopChecker
 from .target import TargetView
 from .verification import RandomSource, Verdict, verify_greedy, verify_sampling
@@ -72,16 +73,12 @@ class Decoder:
         streamer: Any = None,
         random_source: RandomSource | None = None,
     ):
-        options, block = drafter.options, drafter.config.num_drafts
+        options = drafter.options
         self.target, self.input_ids, self.streamer = target, input_ids, streamer
         self.config, self.model_kwargs = generation_config, model_kwargs
         self.view = TargetView(target, drafter)
-        self.scheduler: Scheduler = options.scheduler or FixedLength()
-        if self.scheduler.requires_confidence and drafter.confidence_head is None:
-            raise ValueError(
-                f"{self.scheduler} needs a drafter with a confidence head, but this one has none; use FixedLength"
-            )
-        self.draft_length = min(self.scheduler.draft_length(block), options.max_draft_tokens or block)
+        cost = measured_cost(target, drafter, len(input_ids))
+        self.plan = CallSchedule(drafter, cost, do_sample=generation_config.do_sample)
         self.on_round = options.on_round
         self.logits_processor = logits_processor
         self.processors = RowProcessors(logits_processor, len(input_ids))
@@ -90,6 +87,7 @@ class Decoder:
         self.record = GenerationRecord(generation_config, len(input_ids))
         self.rounds: list[DecodingRound] = []
         self.step = 0
+        self.waited_seconds = 0.0  # with the caller's streamer and callback
 
     def run(self) -> torch.LongTensor | DSparkGenerateOutput:
         """Decodes until every row has stopped."""
@@ -135,10 +133,11 @@ class Decoder:
 
     def round(self) -> None:
         """One round of Figure 2: draft, schedule, verify, commit."""
-        began = time.perf_counter()
-        drafts = self.draft()
+        began, waited = time.perf_counter(), self.waited_seconds
+        context = sum(self.cache.lengths[: self.num_active]) / self.num_active
+        drafts = self.draft(context)
         draft_ids = drafts.ids.tolist()
-        lengths = self.schedule(drafts)  # from here to the verdict the batch is frozen
+        lengths = self.schedule(drafts, context)  # from here to the verdict the batch is frozen
         drafted = time.perf_counter()
         outputs, logits, scores = self.verify(draft_ids, lengths)
         verdict = self.judge(drafts, scores, lengths)
@@ -175,11 +174,15 @@ class Decoder:
             offset += 1 + lengths[entry]
         self._retire(stopped)
         self.step += 1
+        seconds = time.perf_counter() - began - (self.waited_seconds - waited)
+        unusual = drafts.ids.shape[1] > 0 and self.session.caught_up
+        first_stands = None if verdict.first_stands is None else verdict.first_stands.tolist()
+        self.plan.observe(lengths, accepted, math.nan if unusual else seconds, context, first_stands)
 
-    def draft(self) -> Drafts:
+    def draft(self, context: float) -> Drafts:
         """Up to `draft_length` tokens for every row; no more than the row with most room can use."""
-        num_drafts = min(self.draft_length, max(self._room(row) for row in self.active))
-        if num_drafts == 0:
+        num_drafts = min(self.plan.draft_length, max(self._room(row) for row in self.active))
+        if not self.plan.wants_drafts(self.num_active, context) or num_drafts == 0:
             return Drafts.none(len(self.active), self.view.vocab_size, self.input_ids.device, self.config.do_sample)
         return self.session.propose(
             [row.anchor_id for row in self.active],
@@ -189,17 +192,10 @@ class Decoder:
             prefix=lambda entry, supposed: self._supposed_ids(self.rows[entry], supposed),
         )
 
-    def schedule(self, drafts: Drafts) -> list[int]:
+    def schedule(self, drafts: Drafts, context: float) -> list[int]:
         """Verify lengths l_r, each within what was drafted and what the row can still use."""
-        limits = [min(n, self._room(row)) for n, row in zip(drafts.usable.tolist(), self.active, strict=True)]
-        if not any(limits):
-            return limits
-        confidence = None if drafts.confidence is None else drafts.confidence.float().cpu()
-        request = ScheduleRequest(confidence, limits, [row.index for row in self.active], self.step)
-        lengths = list(self.scheduler.verify_lengths(request))
-        if len(lengths) != len(limits) or any(not 0 <= n <= limit for n, limit in zip(lengths, limits, strict=True)):
-            raise ValueError(f"{self.scheduler} returned verify lengths {lengths}; allowed are 0 up to {limits}")
-        return lengths
+        room, rows = [self._room(row) for row in self.active], [row.index for row in self.active]
+        return self.plan.verify_lengths(drafts, room, rows=rows, step=self.step, context=context)
 
     def verify(self, draft_ids: list[list[int]], lengths: list[int]) -> tuple[Any, torch.Tensor, torch.Tensor]:
         """One target forward over every row's anchor and drafts: its output, logits `[N, V]`, processed scores."""
@@ -307,7 +303,7 @@ class Decoder:
     def _room(self, row: Row) -> int:
         """Drafts the row can still use: one less than its remaining tokens, since a round adds one of its own."""
         if self.stops.max_length is None:
-            return self.draft_length
+            return self.plan.draft_length
         return max(self.stops.max_length - self.input_ids.shape[1] - len(row.new_ids) - 1, 0)
 
     def _ids(self, row: Row, supposed: Sequence[int] = ()) -> torch.LongTensor:
@@ -326,7 +322,7 @@ class Decoder:
         row.new_ids.extend(kept)
         row.anchor_position += len(kept)
         if self.streamer is not None:
-            self.streamer.put(torch.tensor(kept))
+            self._hand_over(self.streamer.put, torch.tensor(kept))
         return kept, stopped
 
     def _swap(self, first: int, second: int) -> None:
@@ -345,4 +341,10 @@ class Decoder:
         if self.config.return_dict_in_generate:
             self.rounds.append(decoding_round)
         if self.on_round is not None:
-            self.on_round(decoding_round)
+            self._hand_over(self.on_round, decoding_round)
+
+    def _hand_over(self, receive: Callable[[Any], Any], what: Any) -> None:
+        """Calls the caller; what they take their time for is not the round's."""
+        began = time.perf_counter()
+        receive(what)
+        self.waited_seconds += time.perf_counter() - began

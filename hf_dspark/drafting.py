@@ -88,6 +88,7 @@ class DraftSession:
         self._token_ids = None if token_ids is None else token_ids.to(device)
         temperatures = (config.confidence_temperatures or {}).get("sampling" if do_sample else "greedy")
         self._temperatures = [1.0] * config.num_drafts if temperatures is None else temperatures
+        self.caught_up = False  # whether the last context write was long: a prompt, or rounds without drafts
 
     def add_context(self, row: int, features: torch.Tensor, positions: torch.Tensor) -> None:
         """
@@ -108,9 +109,10 @@ class DraftSession:
     def write_pending(self, num_rows: int) -> None:
         """Moves the queued context of the first `num_rows` rows into the cache (Eq. 2)."""
         queued = [item for row in self._pending[:num_rows] for item in row]
+        counts = [sum(len(positions) for _, positions in row) for row in self._pending[:num_rows]]
+        self.caught_up = max(counts) > 1 + self.view.drafter.config.num_drafts
         if not queued:
             return
-        counts = [sum(len(positions) for _, positions in row) for row in self._pending[:num_rows]]
         features = torch.cat([features for features, _ in queued])
         positions = torch.cat([positions for _, positions in queued]).to(features.device)
         layout = self.cache.layout(counts)

@@ -35,13 +35,15 @@ from .heads import MARKOV_HEADS, ConfidenceHead
 if TYPE_CHECKING:
     from .rounds import DecodingRound
     from .scheduling import Scheduler
+    from .sps_profile import SPSProfile
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DecodingOptions:
     """What a drafter view decodes with; see [`DSparkDrafter.with_options`]."""
 
-    scheduler: "Scheduler | None" = None
+    scheduler: "Scheduler | str | None" = None
+    sps_profile: "SPSProfile | None" = None
     max_draft_tokens: int | None = None
     on_round: "Callable[[DecodingRound], None] | None" = None
     generator: torch.Generator | None = None
@@ -190,14 +192,16 @@ class DSparkDrafter(PreTrainedModel):
         view: options live on the view alone.
 
         Args:
-            scheduler ([`Scheduler`], *optional*): how many drafts to verify; `FixedLength()` when `None`.
+            scheduler ([`Scheduler`] or `"auto"`, *optional*): how many drafts to verify; [`Auto`] when `None`.
+            sps_profile ([`SPSProfile`], *optional*): what rounds cost on this machine; measured on first need and
+                kept in the user's cache when `None`.
             max_draft_tokens (`int`, *optional*): upper limit of drafts a round, in tokens.
             on_round (`Callable[[DecodingRound], None]`, *optional*): called for each row of each round, as it happens.
             generator (`torch.Generator`, *optional*): source of randomness when sampling, else torch's global one.
 
         Raises:
             TypeError: an unknown option, or a value of the wrong type.
-            ValueError: `max_draft_tokens` below 1.
+            ValueError: `max_draft_tokens` below 1, or a scheduler name other than "auto".
         """
         known = [field.name for field in dataclasses.fields(DecodingOptions)]
         if unknown := sorted(set(options) - set(known)):
@@ -280,8 +284,13 @@ class DSparkDrafter(PreTrainedModel):
 
 def check_options(options: DecodingOptions) -> None:
     """Raises `TypeError` / `ValueError` for options that could not be decoded with."""
-    if options.scheduler is not None and not hasattr(options.scheduler, "verify_lengths"):
-        raise TypeError(f"scheduler must be a Scheduler such as FixedLength(3), got {options.scheduler!r}")
+    if isinstance(options.scheduler, str):
+        if options.scheduler != "auto":
+            raise ValueError(f'scheduler={options.scheduler!r}; the only name is "auto", all others are objects')
+    elif options.scheduler is not None and not hasattr(options.scheduler, "verify_lengths"):
+        raise TypeError(f'scheduler must be "auto" or a Scheduler such as FixedLength(3), got {options.scheduler!r}')
+    if options.sps_profile is not None and not hasattr(options.sps_profile, "round_seconds"):
+        raise TypeError(f"sps_profile must be an SPSProfile or None, got {options.sps_profile!r}")
     if options.max_draft_tokens is not None:
         if not isinstance(options.max_draft_tokens, int) or isinstance(options.max_draft_tokens, bool):
             raise TypeError(f"max_draft_tokens must be an int or None, got {options.max_draft_tokens!r}")

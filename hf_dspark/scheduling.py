@@ -1,4 +1,4 @@
-"""How many drafts of each row the target verifies: the scheduler's seam, and the two policies that need no cost model.
+"""How many drafts of each row the target verifies: the scheduler's seam, and the policies that need no cost model.
 
 Section 3.2 of the DSpark paper (https://huggingface.co/papers/2607.05147). A policy turns the drafter's confidences
 (Eq. 7) into verify lengths `l_r`. It knows nothing about models, tokens or randomness.
@@ -15,6 +15,8 @@ target of 0.70/0.30 comes out as 0.85/0.15). What is known when:
   draft k. An argmax over lengths of an objective computed from the table does that. Stopping at the first confidence
   below a bound does not, nor does admitting positions in descending prefix survival up to a number fixed beforehand.
 
+Policies that weigh the drafts against what the machine charges for them are in `policies.py` and `auto.py`.
+
 Shapes: R active rows, K drafted positions.
 """
 
@@ -22,8 +24,31 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from .round_cost import RoundCost
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CallSetting:
+    """
+    What a policy is told about the `generate` call it is to serve.
+
+    Attributes:
+        num_drafts (`int`): K, the most that a row drafts in a round.
+        cost ([`RoundCost`], *optional*): What a round takes on this machine, kept up to date while decoding.
+        acceptance (`tuple[float, ...]` of length K, *optional*):
+            Conditional acceptance at each position that calibration found; what to expect before anything was seen.
+        drains (`bool`): Whether the batch only shrinks, as in `generate`, so that the call ends with its slowest row.
+    """
+
+    num_drafts: int
+    cost: "RoundCost | None" = None
+    acceptance: tuple[float, ...] | None = None
+    drains: bool = True
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,12 +63,37 @@ class ScheduleRequest:
             Upper limit per row: what was drafted and what the row may still generate.
         rows (`Sequence[int]` of length R): Batch row of each entry, stable over rounds; finished rows are absent.
         step (`int`): Number of the round within this `generate` call, from 0.
+        context (`float`): Mean number of tokens that a row holds in the target's cache.
     """
 
     confidence: torch.Tensor | None
     max_lengths: Sequence[int]
     rows: Sequence[int]
     step: int
+    context: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoundOutcome:
+    """
+    What became of a round, for policies that learn from the past.
+
+    Attributes:
+        request ([`ScheduleRequest`], *optional*): The round as it was scheduled; `None` if nothing was drafted.
+        num_rows (`int`): R.
+        verify_lengths (`Sequence[int]` of length R): Drafts verified.
+        num_accepted (`Sequence[int]` of length R): How many of them stood.
+        first_stands (`Sequence[float]` of length R, *optional*): Chance that the first draft of each row stands,
+            verified or not; known from the scores after the anchor.
+        seconds (`float`): Duration of the round: drafting, verification and everything around them.
+    """
+
+    request: ScheduleRequest | None
+    num_rows: int
+    verify_lengths: Sequence[int]
+    num_accepted: Sequence[int]
+    seconds: float
+    first_stands: Sequence[float] | None = None
 
 
 class Scheduler(ABC):
@@ -51,7 +101,8 @@ class Scheduler(ABC):
     Base class of verify-length policies. Subclasses keep the non-anticipation law in the docstring of this module;
     `tests/reference.py` holds the enumeration that proves it for a policy.
 
-    One instance may serve several threads at once, so a policy keeps no state of a single `generate` call on itself.
+    One instance may serve several threads at once: what a policy learns during a `generate` call lives in the object
+    that [`~Scheduler.for_call`] returns. A policy that learns nothing serves every call itself.
     """
 
     @property
@@ -59,9 +110,22 @@ class Scheduler(ABC):
         """Whether the policy needs a drafter with a confidence head."""
         return False
 
+    @property
+    def uses_cost(self) -> bool:
+        """Whether the policy weighs drafts against measured round times; only then a profile is taken."""
+        return False
+
+    def for_call(self, setting: CallSetting) -> "Scheduler":
+        """The scheduler of one `generate` call; this one unless the policy has a state."""
+        return self
+
     def draft_length(self, block_size: int) -> int:
         """How many positions of a block of `block_size` drafts the policy can ever use; no more need be drafted."""
         return block_size
+
+    def wants_drafts(self, num_rows: int, context: float) -> bool:
+        """Whether to draft at all in the coming round of `num_rows` rows, from the past alone."""
+        return True
 
     @abstractmethod
     def verify_lengths(self, request: ScheduleRequest) -> list[int]:
@@ -71,6 +135,10 @@ class Scheduler(ABC):
         Returns:
             `list[int]` of length R, each in `0..request.max_lengths[r]`.
         """
+
+    def observe(self, outcome: RoundOutcome) -> None:
+        """Told about every finished round of the call, in order."""
+        del outcome  # a policy that learns nothing
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,10 +63,14 @@ class Verdict:
             How many leading drafts of each row stand, at most its verify length.
         next_ids (`torch.LongTensor` of shape `[R]`):
             The token after them: the correction of the first rejected draft, or the bonus if none was rejected.
+        first_stands (`torch.FloatTensor` of shape `[R]`, *optional*):
+            Chance that the first draft of each row stands, verified or not: the scores after the anchor, which every
+            round has, judge it for nothing. `None` without drafts. It decides nothing; it is there to learn from.
     """
 
     num_accepted: torch.Tensor
     next_ids: torch.Tensor
+    first_stands: torch.Tensor | None = None
 
 
 def residual_probs(target_probs: torch.Tensor, draft_probs: torch.Tensor) -> torch.Tensor:
@@ -105,7 +109,8 @@ def verify_greedy(draft_ids: torch.Tensor, target_ids: torch.Tensor, *, verify_l
     layout = _PackedEntries(draft_ids, target_ids, verify_lengths)
     stands = (draft_ids == target_ids[layout.of_drafts]) & layout.verified
     num_accepted = _count_leading(stands)
-    return Verdict(num_accepted, target_ids[layout.first + num_accepted])
+    first_stands = (draft_ids[:, 0] == target_ids[layout.first]).float() if draft_ids.shape[1] else None
+    return Verdict(num_accepted, target_ids[layout.first + num_accepted], first_stands)
 
 
 def verify_sampling(
@@ -145,6 +150,8 @@ def verify_sampling(
     layout = _PackedEntries(draft_ids, target_probs, verify_lengths)
     num_rows, num_drafts = draft_ids.shape
     vocab_size = target_probs.shape[-1]
+    if num_drafts == 0:  # a round of plain decoding, at its price
+        return Verdict(layout.lengths, random_source.categorical(target_probs))
 
     verified_ids = draft_ids.masked_fill(~layout.verified, 0)  # the others may be anything, even out of range
     draft_columns = verified_ids if draft_token_ids is None else _columns_of(verified_ids, draft_token_ids, vocab_size)
@@ -154,16 +161,30 @@ def verify_sampling(
     num_accepted = _count_leading(random_source.accept(target_prob, draft_prob))
 
     # The bonus is the residual against a draft that proposed nothing: p_t - 0.
-    rejected_probs = target_probs.new_zeros(num_rows, draft_probs.shape[-1])
-    if num_drafts > 0:
-        row_index = torch.arange(num_rows, device=draft_ids.device)
-        all_stand = num_accepted == layout.lengths
-        rejected_probs = draft_probs[row_index, num_accepted.clamp(max=num_drafts - 1)]
-        rejected_probs = rejected_probs.masked_fill(all_stand[:, None], 0.0)
+    row_index = torch.arange(num_rows, device=draft_ids.device)
+    all_stand = num_accepted == layout.lengths
+    rejected_probs = draft_probs[row_index, num_accepted.clamp(max=num_drafts - 1)]
+    rejected_probs = rejected_probs.masked_fill(all_stand[:, None], 0.0)
     next_probs = residual_probs(
         target_probs[layout.first + num_accepted], _over_target_vocab(rejected_probs, draft_token_ids, vocab_size)
     )
-    return Verdict(num_accepted, random_source.categorical(next_probs))
+    first_stands = _first_stands(draft_ids[:, 0], target_probs[layout.first], draft_probs[:, 0], draft_token_ids)
+    return Verdict(num_accepted, random_source.categorical(next_probs), first_stands)
+
+
+def _first_stands(
+    first_ids: torch.Tensor,
+    target_probs: torch.Tensor,
+    draft_probs: torch.Tensor,
+    draft_token_ids: torch.Tensor | None,
+) -> torch.Tensor:
+    """Acceptance probability of the first drafts `[R]`, of which some may not be tokens of the target: 0 for those."""
+    vocab_size = target_probs.shape[-1]
+    possible = (first_ids >= 0) & (first_ids < vocab_size)
+    token_ids = first_ids.masked_fill(~possible, 0)[:, None]
+    columns = token_ids if draft_token_ids is None else _columns_of(token_ids, draft_token_ids, vocab_size)
+    ratio = target_probs.gather(1, token_ids) / draft_probs.gather(1, columns)
+    return ratio.squeeze(1).nan_to_num(0.0).clamp(max=1).masked_fill(~possible, 0.0)
 
 
 class _PackedEntries:

@@ -5,14 +5,18 @@ compute the exact law of the committed tokens and compare it with the target's: 
 The toy target and drafter below have small vocabularies and arbitrary conditionals, so that every branch is visited.
 """
 
+import functools
 import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
+from typing import TypeVar
 
+import numpy as np
 import torch
 
-from hf_dspark.scheduling import Scheduler, ScheduleRequest
+from hf_dspark.policies import CausalGreedy, LaggedBudget, Lookahead, LookaheadCall
+from hf_dspark.scheduling import CallSetting, RoundOutcome, Scheduler, ScheduleRequest
 from hf_dspark.verification import RandomSource, verify_sampling
 
 Law = dict[Hashable, float]
@@ -160,7 +164,19 @@ class ToyDrafter:
         return torch.sigmoid(self._noise(3, position, previous_id, *prefix, size=1)).item()
 
 
-# ----------------------------------------------------------------------------------------------- one round
+Toy = TypeVar("Toy", ToyTarget, ToyDrafter)
+
+
+def remembering(toy: Toy) -> Toy:
+    """The same toy, which computes everything once: enumerations ask the same questions over and over."""
+    for name in ("probs", "confidence"):
+        if hasattr(toy, name):
+            answer = functools.cache(getattr(toy, name))
+            setattr(toy, name, lambda prefix, *key, answer=answer: answer(tuple(prefix), *key))
+    return toy
+
+
+# ------------------------------------------------------------------------------------------------------ rounds
 
 
 def toy_round(
@@ -171,13 +187,24 @@ def toy_round(
     source: RandomSource,
     *,
     claimed_probs: Callable[[Sequence[int], int, int], torch.Tensor] | None = None,
+    rows: Sequence[int] | None = None,
+    room: Sequence[int] | None = None,
+    step: int = 0,
 ) -> tuple[tuple[int, ...], ...]:
     """
     One round of several rows: draft, schedule and verify with the package's own code; the committed tokens per row.
 
-    `claimed_probs` replaces what the verification is told about the drafts (for controls that must fail).
+    Args:
+        scheduler: A policy without a state, or what a policy's `for_call` returned; it is told about the round.
+        claimed_probs: Replaces what the verification is told about the drafts (for controls that must fail).
+        rows: Batch row of every prefix.
+        room: Drafts that each row can use.
+        step: Number of the round.
     """
-    num_rows, block_size = len(prefixes), scheduler.draft_length(drafter.block_size)
+    num_rows = len(prefixes)
+    room = [drafter.block_size] * num_rows if room is None else room
+    drafting = max(room) > 0 and scheduler.wants_drafts(num_rows, 0.0)
+    block_size = min(scheduler.draft_length(drafter.block_size), max(room)) if drafting else 0
     claimed_probs = claimed_probs or drafter.probs
     drafts: list[list[int]] = [[] for _ in prefixes]
     claims: list[list[torch.Tensor]] = [[] for _ in prefixes]
@@ -192,11 +219,15 @@ def toy_round(
             claims[row].append(claimed_probs(prefixes[row], position, previous[row]))
             drafts[row].append(token_id)
 
-    rows = list(range(num_rows))
-    request = ScheduleRequest(confidence=confidence, max_lengths=[block_size] * num_rows, rows=rows, step=0)
-    lengths = scheduler.verify_lengths(request)
+    rows = list(range(num_rows)) if rows is None else rows
+    limits = [min(block_size, own) for own in room]
+    request = ScheduleRequest(confidence, limits, rows, step) if block_size else None
+    lengths = limits if request is None else scheduler.verify_lengths(request)
+    assert all(0 <= length <= limit for length, limit in zip(lengths, limits, strict=True))
     packed = [
-        target.probs([*prefixes[row], *drafts[row][:count]]) for row in rows for count in range(lengths[row] + 1)
+        target.probs([*prefix, *draft[:count]])
+        for prefix, draft, length in zip(prefixes, drafts, lengths, strict=True)
+        for count in range(length + 1)
     ]
     draft_probs = torch.stack([torch.stack(row) for row in claims]) if block_size else torch.zeros(num_rows, 0, 1)
     verdict = verify_sampling(
@@ -207,8 +238,32 @@ def toy_round(
         random_source=source,
         draft_token_ids=drafter.token_ids,
     )
-    outcome = zip(drafts, verdict.num_accepted.tolist(), verdict.next_ids.tolist(), strict=True)
+    num_accepted = verdict.num_accepted.tolist()
+    scheduler.observe(RoundOutcome(request, num_rows, lengths, num_accepted, seconds=1.0))
+    outcome = zip(drafts, num_accepted, verdict.next_ids.tolist(), strict=True)
     return tuple((*draft[:accepted], next_id) for draft, accepted, next_id in outcome)
+
+
+def toy_decode(
+    target: ToyTarget,
+    drafter: ToyDrafter,
+    scheduler: Scheduler,
+    prefixes: Sequence[Sequence[int]],
+    num_tokens: int,
+    source: RandomSource,
+) -> tuple[tuple[int, ...], ...]:
+    """Rounds until every row has `num_tokens` new tokens; rows that have them are gone from the batch."""
+    tokens: list[tuple[int, ...]] = [() for _ in prefixes]
+    for step in itertools.count():
+        rows = [row for row in range(len(prefixes)) if len(tokens[row]) < num_tokens]
+        if not rows:
+            return tuple(tokens)
+        current = [(*prefixes[row], *tokens[row]) for row in rows]
+        room = [num_tokens - len(tokens[row]) - 1 for row in rows]
+        committed = toy_round(target, drafter, scheduler, current, source, rows=rows, room=room, step=step)
+        for row, new in zip(rows, committed, strict=True):
+            tokens[row] += new
+    raise AssertionError
 
 
 def completed_law(committed: Law, target: ToyTarget, prefixes: Sequence[Sequence[int]], num_tokens: int) -> Law:
@@ -270,6 +325,135 @@ class BestInHindsight(FirstDrop):
         return max(range(len(throughputs)), key=throughputs.__getitem__)
 
 
+class TableProfile:
+    """Stands in for an `SPSProfile`: any seconds for 1, 2, 3, ... tokens of a round (the last one for all beyond)."""
+
+    def __init__(self, seconds: Sequence[float], draft_seconds: float = 0.0):
+        self._seconds, self._draft_seconds = np.asarray(seconds, dtype=np.float64), draft_seconds
+
+    def round_seconds(self, batch_tokens, *, context=None, num_requests=None, drafted=True):
+        """Seconds of a round; a float for a number, an array for an array."""
+        entries = np.minimum(np.asarray(batch_tokens), len(self._seconds)) - 1
+        seconds = self._seconds[entries] + self._draft_seconds * drafted
+        return seconds if isinstance(batch_tokens, np.ndarray) else float(seconds)
+
+
+class Recorded(Scheduler):
+    """
+    Another policy, and what it chose in any of its calls: for every number of the round the set of limits with verify
+    lengths, and the set of answers to whether to draft.
+    """
+
+    def __init__(self, policy: Scheduler):
+        self._policy = policy
+        self.lengths: dict[int, set[tuple]] = defaultdict(set)
+        self.drafted: dict[int, set[bool]] = defaultdict(set)
+
+    @property
+    def uses_cost(self):
+        return self._policy.uses_cost
+
+    def for_call(self, setting):
+        return _RecordedCall(self, self._policy.for_call(setting))
+
+    def verify_lengths(self, request):
+        raise NotImplementedError
+
+    def most_choices(self) -> int:
+        """How many different answers one round of a number got, at most, where rows had the same room."""
+        choices = defaultdict(set)
+        for step, answers in self.lengths.items():
+            for limits, lengths in answers:
+                choices[step, limits].add(lengths)
+        return max(map(len, choices.values()), default=0)
+
+    def both_drafted_and_not(self) -> bool:
+        """Whether some round was drafted in one branch, and one of the same number not in another."""
+        return any(len(answers) > 1 for answers in self.drafted.values())
+
+
+class _RecordedCall(Scheduler):
+    def __init__(self, record: Recorded, call: Scheduler):
+        self._record, self._call, self._step = record, call, 0
+
+    def draft_length(self, block_size):
+        return self._call.draft_length(block_size)
+
+    def wants_drafts(self, num_rows, context):
+        wanted = self._call.wants_drafts(num_rows, context)
+        self._record.drafted[self._step].add(wanted)
+        return wanted
+
+    def verify_lengths(self, request):
+        lengths = self._call.verify_lengths(request)
+        self._record.lengths[request.step].add((tuple(request.max_lengths), tuple(lengths)))
+        return lengths
+
+    def observe(self, outcome):
+        self._step += 1
+        self._call.observe(outcome)
+
+
+class BestBatchInHindsight(CausalGreedy):
+    """The best lengths of all rows for the confidences of the very round, whatever has to be looked at for it."""
+
+    def for_call(self, setting):
+        return _HindsightCall(setting)
+
+
+class _HindsightCall(Scheduler):
+    def __init__(self, setting: CallSetting):
+        self._setting = setting
+
+    def verify_lengths(self, request):
+        seconds = self._setting.cost.seconds(len(request.rows), self._setting.num_drafts, request.context)
+        survival = request.confidence.double().cumprod(1).tolist()
+
+        def throughput(lengths):
+            tokens = sum(1 + sum(row[:length]) for row, length in zip(survival, lengths, strict=True))
+            return tokens / seconds[sum(lengths)]
+
+        return list(max(itertools.product(*(range(limit + 1) for limit in request.max_lengths)), key=throughput))
+
+
+class BudgetOfThisRound(LaggedBudget):
+    """[`LaggedBudget`] without the lag: the budget is found with the confidences of the round that it is spent in."""
+
+    def for_call(self, setting):
+        call = LaggedBudget(1).for_call(setting)
+        honest = call.verify_lengths
+
+        def peeking(request):
+            call._earlier.append(request)
+            return honest(request)
+
+        call.verify_lengths = peeking
+        return call
+
+
+class LookaheadTakingBack(Lookahead):
+    """[`Lookahead`] that returns to the best point of its walk instead of verifying what it has walked."""
+
+    def for_call(self, setting):
+        return _TakingBackCall(self, setting)
+
+
+class _TakingBackCall(LookaheadCall):
+    def verify_lengths(self, request):
+        walked = sum(super().verify_lengths(request))
+        survival = request.confidence.double().cumprod(1)
+        ranked = sorted(
+            (-survival[row, position].item(), row, position)
+            for row, limit in enumerate(request.max_lengths)
+            for position in range(limit)
+        )[:walked]
+        seconds, lengths = self.seconds(request), [0] * len(request.rows)
+        tokens = np.cumsum([len(request.rows), *(-negative for negative, _, _ in ranked)])
+        for _, row, _ in ranked[: int((tokens / seconds[: len(tokens)]).argmax())]:
+            lengths[row] += 1
+        return lengths
+
+
 class TopSurvivals(Scheduler):
     """A number of drafts fixed beforehand, given to the highest prefix survivals of all rows."""
 
@@ -287,6 +471,36 @@ class TopSurvivals(Scheduler):
         for _, row, _ in ranked[: self._budget]:
             lengths[row] += 1
         return lengths
+
+
+# --------------------------------------------------------------------------------------------- schedules, slowly
+
+
+def most_tokens(survival: Sequence[Sequence[float]], limits: Sequence[int]) -> list[float]:
+    """The most tokens to expect for every total verify length, over *all* ways to share it between the rows."""
+    best = [0.0]
+    for row, limit in zip(survival, limits, strict=True):
+        own = [1 + sum(row[:length]) for length in range(limit + 1)]
+        best = [
+            max(best[total - length] + own[length] for length in range(limit + 1) if 0 <= total - length < len(best))
+            for total in range(len(best) + limit)
+        ]
+    return best
+
+
+def slow_lower_envelope(seconds: Sequence[float]) -> list[float]:
+    """Height of the lowest chord over every point: the largest convex function that is nowhere above `seconds`."""
+
+    def chord(left, point, right):
+        if left == right:
+            return seconds[left]
+        return seconds[left] + (seconds[right] - seconds[left]) * (point - left) / (right - left)
+
+    last = len(seconds)
+    return [
+        min(chord(left, point, right) for left in range(point + 1) for right in range(point, last))
+        for point in range(last)
+    ]
 
 
 # ------------------------------------------------------------------------------------------- verification, slowly

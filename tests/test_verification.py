@@ -443,3 +443,23 @@ def test_half_precision_and_misshapen_probabilities_are_refused():
         verify_sampling(torch.tensor([[0]]), target_probs, draft_probs=draft_probs.bfloat16(), **call)
     with pytest.raises(ValueError, match="one distribution per draft"):
         verify_sampling(torch.tensor([[0]]), target_probs, draft_probs=draft_probs[:, :0], **call)
+
+
+def test_the_first_draft_is_judged_whether_it_is_verified_or_not():
+    """Exactly its acceptance probability: what accepting it at random comes to on average."""
+    target, drafter = ToyTarget(4, seed=3), ToyDrafter(4, 2, seed=5)
+    target_probs, draft_probs = target.probs([0])[None], drafter.probs([0], 0, 0)[None, None].expand(1, 2, -1)
+    for token in range(4):
+        drafts = torch.tensor([[token, 0]])
+        expected = min(1.0, (target_probs[0, token] / draft_probs[0, 0, token]).item())
+        for length in (0, 1):
+            verdict = verify_sampling(
+                drafts,
+                target_probs.expand(1 + length, -1),
+                draft_probs=draft_probs,
+                verify_lengths=[length],
+                random_source=RandomSource(torch.Generator().manual_seed(0)),
+            )
+            assert verdict.first_stands.tolist() == pytest.approx([expected])
+        verdict = verify_greedy(drafts, torch.tensor([2]), verify_lengths=[0])
+        assert verdict.first_stands.tolist() == [float(token == 2)]

@@ -1,0 +1,130 @@
+"""What a round takes on this machine right now: a measured profile, corrected by the rounds that decoding runs.
+
+Contract: pure arithmetic on numbers. A profile says what a round of so many tokens took when it was measured; machines
+throttle, share their cores and change their minds, so every finished round pulls the prediction towards what was seen:
+part of a surprise is taken as the speed of the machine, the rest as belonging to rounds of that size. One `RoundCost`
+serves all calls on a pair of models, from any thread.
+
+Source: https://huggingface.co/papers/2607.05147, section 3.2. Shape legend: R active rows, K drafts a block, B tokens
+of a verification.
+"""
+
+import math
+import threading
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from .sps_profile import SPSProfile
+
+# Share of a surprise that enters the prediction at once: single rounds are noisy, slow phases last for many rounds.
+SPEED_SHARE = 0.1
+SIZE_SHARE = 0.1
+# A round that took more than twice (or less than half) the prediction was interrupted; it counts as that much.
+LARGEST_SURPRISE = math.log(2)
+MOST_TABLES = 512  # kept at a time; a table is R * K + 1 numbers
+
+# Rounds of similar size share what is learned about them: 1, 2, 3, 4, 5-6, 7-8, 9-12, 13-16, 17-24, ... tokens.
+_SIZE_ENDS = np.array([1, *(end for power in range(1, 24) for end in (2**power, 3 * 2 ** (power - 1)))])
+
+
+class RoundCost:
+    """
+    Predicted seconds of a round.
+
+    Args:
+        profile ([`SPSProfile`]): Measured step times.
+        refine (`bool`, *optional*, defaults to `True`): Whether `observe` corrects the profile.
+    """
+
+    def __init__(self, profile: "SPSProfile", *, refine: bool = True):
+        self.profile, self.refine = profile, refine
+        self._lock = threading.Lock()
+        self._speed = 0.0  # log of measured over profiled seconds, all rounds
+        self._by_size = np.zeros((2, len(_SIZE_ENDS)))  # the same on top of it: [drafted, size of the verification]
+        self._tables: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = {}
+
+    def seconds(self, num_rows: int, num_drafts: int, context: float) -> np.ndarray:
+        """
+        Seconds of a round that drafts, for every total verify length.
+
+        Args:
+            num_rows (`int`): R.
+            num_drafts (`int`): K.
+            context (`float`): Mean number of cached tokens of a row.
+
+        Returns:
+            `np.ndarray` of shape `[R * K + 1]`: entry n verifies n drafts in all, that is, `B = R + n` tokens.
+        """
+        table, sizes = self._profiled(num_rows, num_drafts, context)
+        with self._lock:
+            return table * np.exp(self._speed + self._by_size[1, sizes])
+
+    def plain_seconds(self, num_rows: int, context: float) -> float:
+        """Seconds of a round that drafts nothing: one token for each of `num_rows` rows."""
+        seconds = self.profile.round_seconds(num_rows, context=context, num_requests=num_rows, drafted=False)
+        with self._lock:
+            return float(seconds) * math.exp(self._speed + self._by_size[0, _size(num_rows)])
+
+    def predict(self, num_rows: int, verified: int, context: float, *, drafted: bool) -> float:
+        """Seconds of one round: `verified` drafts in all rows together."""
+        if not drafted:
+            return self.plain_seconds(num_rows, context)
+        seconds = self.profile.round_seconds(num_rows + verified, context=context, num_requests=num_rows, drafted=True)
+        with self._lock:
+            return float(seconds) * math.exp(self._speed + self._by_size[1, _size(num_rows + verified)])
+
+    def observe(self, num_rows: int, verified: int, context: float, seconds: float, *, drafted: bool) -> None:
+        """
+        Learns from a finished round.
+
+        Args:
+            num_rows (`int`): R.
+            verified (`int`): Drafts verified in all rows together.
+            context (`float`): Mean number of cached tokens of a row.
+            seconds (`float`): What the round took.
+            drafted (`bool`): Whether it drafted.
+        """
+        if not self.refine or not seconds > 0:
+            return
+        predicted = self.predict(num_rows, verified, context, drafted=drafted)
+        surprise = math.log(seconds / predicted)
+        surprise = min(max(surprise, -LARGEST_SURPRISE), LARGEST_SURPRISE)
+        with self._lock:
+            self._speed += SPEED_SHARE * surprise
+            self._by_size[int(drafted), _size(num_rows + verified)] += SIZE_SHARE * surprise
+
+    def _profiled(self, num_rows: int, num_drafts: int, context: float) -> tuple[np.ndarray, np.ndarray]:
+        """The profile's table, and the size class of each entry; contexts are taken in steps of 64 tokens."""
+        step = round(context / 64)
+        key = (num_rows, num_drafts, step)
+        found = self._tables.get(key)
+        if found is None:
+            batch_tokens: np.ndarray = num_rows + np.arange(num_rows * num_drafts + 1)
+            table = self.profile.round_seconds(batch_tokens, context=step * 64, num_requests=num_rows, drafted=True)
+            found = (np.asarray(table), np.searchsorted(_SIZE_ENDS, batch_tokens))
+            if len(self._tables) >= MOST_TABLES:
+                self._tables.clear()
+            self._tables[key] = found
+        return found
+
+
+def shared_cost(target: "nn.Module", profile: "SPSProfile") -> RoundCost:
+    """The one `RoundCost` of a target and a profile, so that a call begins with what earlier calls learned."""
+    with _LOCK:
+        costs = _COSTS.setdefault(target, {})
+        if id(profile) not in costs:  # the cost holds the profile, so its id stays its own
+            costs[id(profile)] = RoundCost(profile)
+        return costs[id(profile)]
+
+
+def _size(batch_tokens: int) -> int:
+    return int(np.searchsorted(_SIZE_ENDS, batch_tokens))
+
+
+_LOCK = threading.Lock()
+_COSTS: "WeakKeyDictionary[nn.Module, dict[int, RoundCost]]" = WeakKeyDictionary()
