@@ -8,6 +8,7 @@ Source: https://huggingface.co/papers/2607.05147, section 3.1. Shape legend: K d
 Vd draft vocabulary, D hidden size, M tapped layers, r Markov rank.
 """
 
+import math
 import os
 from typing import Any
 
@@ -15,6 +16,8 @@ from huggingface_hub.dataclasses import strict
 from transformers import Qwen3Config
 
 HEAD_TYPES = ("vanilla", "gated", "rnn")
+CALIBRATED_MODES = ("greedy", "sampling")
+CALIBRATION_FIELDS = ("dataset", "num_rounds", "temperature", "conditional_acceptance", "ece_before", "ece_after")
 
 
 @strict
@@ -53,6 +56,11 @@ class DSparkConfig(Qwen3Config):
             those only. Lossless: tokens outside have draft probability 0.
         confidence_temperatures (`dict[str, list[float]]`, *optional*):
             Per-position divisors of the confidence logits, `{"greedy": [K floats], "sampling": [K floats]}`.
+        confidence_calibration (`dict[str, dict]`, *optional*):
+            Where those come from, for each of the two modes: `dataset` (its name), `num_rounds` (measured),
+            `temperature` (of the text; 0 is greedy), and K numbers each of `conditional_acceptance` (share of the
+            rounds that accepted all earlier drafts in which each was accepted; 0 over no round), `ece_before` and
+            `ece_after` (calibration error of the prefix survival). See [`calibrate`].
         target_name_or_path (`str`, *optional*):
             The target this drafter was trained for (information only).
         target_fingerprint (`str`, *optional*):
@@ -77,6 +85,7 @@ class DSparkConfig(Qwen3Config):
     draft_vocab_size: int | None = None
     draft_top_k: int | None = None
     confidence_temperatures: dict[str, list[float]] | None = None
+    confidence_calibration: dict[str, dict[str, Any]] | None = None
     target_name_or_path: str | None = None
     target_fingerprint: str | None = None
 
@@ -107,14 +116,7 @@ class DSparkConfig(Qwen3Config):
         if any(kind != "full_attention" for kind in self.layer_types or ()):
             raise ValueError(f"draft layers must all be 'full_attention', got layer_types={self.layer_types}")
         self.check_target_layers(self.num_target_layers)
-        for mode, temperatures in (self.confidence_temperatures or {}).items():
-            if mode not in ("greedy", "sampling"):
-                raise ValueError(f"confidence_temperatures has the key {mode!r}; allowed are 'greedy' and 'sampling'")
-            if len(temperatures) != self.num_drafts or any(t <= 0 for t in temperatures):
-                raise ValueError(
-                    f"confidence_temperatures[{mode!r}] must hold {self.num_drafts} positive numbers, one for each "
-                    f"draft position, got {temperatures}"
-                )
+        self._check_calibration()
 
     def check_target_layers(self, num_layers: int | None) -> None:
         """Raises `ValueError` unless every tapped layer exists in a target of `num_layers` and is not its last."""
@@ -153,6 +155,30 @@ class DSparkConfig(Qwen3Config):
             )
         if self.draft_top_k is not None and self.draft_top_k < 1:
             raise ValueError(f"draft_top_k={self.draft_top_k} must be at least 1, or None for no restriction")
+
+    def _check_calibration(self) -> None:
+        for name in ("confidence_temperatures", "confidence_calibration"):
+            if unknown := set(getattr(self, name) or {}) - set(CALIBRATED_MODES):
+                raise ValueError(f"{name} has the key {unknown.pop()!r}; allowed are 'greedy' and 'sampling'")
+        for mode, temperatures in (self.confidence_temperatures or {}).items():
+            if len(temperatures) != self.num_drafts or any(not 0 < t < math.inf for t in temperatures):
+                raise ValueError(
+                    f"confidence_temperatures[{mode!r}] must hold {self.num_drafts} positive numbers, one for each "
+                    f"draft position, got {temperatures}"
+                )
+        for mode, calibration in (self.confidence_calibration or {}).items():
+            if missing := set(CALIBRATION_FIELDS) - set(calibration):
+                raise ValueError(
+                    f"confidence_calibration[{mode!r}] lacks {sorted(missing)}; it holds {sorted(calibration)}"
+                )
+            for name in ("conditional_acceptance", "ece_before", "ece_after"):
+                values = calibration[name]
+                numbers = [v for v in values or () if isinstance(v, (int, float)) and 0 <= v <= 1]
+                if values is None or not len(numbers) == len(values) == self.num_drafts:
+                    raise ValueError(
+                        f"confidence_calibration[{mode!r}][{name!r}] must hold {self.num_drafts} numbers from 0 "
+                        f"to 1, one for each draft position, got {values}"
+                    )
 
     @classmethod
     def get_config_dict(

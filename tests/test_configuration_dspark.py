@@ -6,6 +6,11 @@ import pytest
 
 from hf_dspark import DSparkConfig, DSparkDrafter
 
+CALIBRATION = {
+    "dataset": "made up", "num_rounds": 400, "temperature": 0.0, "conditional_acceptance": [0.5, 0.6, 0.0, 1.0],
+    "ece_before": [0.05, 0.04, 0.03, 0.02], "ece_after": [0.01] * 4,
+}  # fmt: skip
+
 
 def config(**fields):
     base = {
@@ -37,6 +42,12 @@ def test_layout_a_drafts_the_whole_block_and_layout_b_one_less():
         ({"layer_types": ["sliding_attention"]}, "full_attention"),
         ({"confidence_temperatures": {"greedy": [1.0]}}, "4 positive numbers"),
         ({"confidence_temperatures": {"warm": [1.0] * 4}}, "'greedy' and 'sampling'"),
+        ({"confidence_temperatures": {"greedy": [1.0, 1.0, 0.0, 1.0]}}, "4 positive numbers"),
+        ({"confidence_temperatures": {"greedy": [1.0, 1.0, float("nan"), 1.0]}}, "4 positive numbers"),
+        ({"confidence_calibration": {"warm": CALIBRATION}}, "'greedy' and 'sampling'"),
+        ({"confidence_calibration": {"greedy": {"dataset": "made up"}}}, "lacks .*'num_rounds'"),
+        ({"confidence_calibration": {"greedy": CALIBRATION | {"ece_after": [0.01]}}}, "4 numbers from 0 to"),
+        ({"confidence_calibration": {"greedy": CALIBRATION | {"ece_before": [2.0] * 4}}}, "4 numbers from 0 to"),
     ],
 )
 def test_a_contradiction_is_refused_with_its_reason(fields, said):
@@ -55,7 +66,13 @@ def test_the_full_vocabulary_written_as_draft_vocabulary_is_no_reduction():
 
 
 def test_a_config_survives_saving_and_loading(tmp_path):
-    saved = config(markov_head_type="gated", confidence_temperatures={"greedy": [1.0, 1.5, 2.0, 0.5]}, draft_top_k=8)
+    temperatures = {"greedy": [1.0, 1.5, 2.0, 0.5]}
+    saved = config(
+        markov_head_type="gated",
+        confidence_temperatures=temperatures,
+        confidence_calibration={"greedy": CALIBRATION},
+        draft_top_k=8,
+    )
     saved.save_pretrained(tmp_path)
     loaded = DSparkConfig.from_pretrained(tmp_path)
     assert loaded.to_dict() == saved.to_dict()

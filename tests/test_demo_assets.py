@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_dspark import demo
+from hf_dspark import DSparkConfig, demo
 from hf_dspark.demo import DemoAssetsError
 
 
@@ -263,6 +263,16 @@ def test_the_real_pair_reloads_in_seconds():
     start_seconds = time.perf_counter()
     demo.load_demo_target()
     assert time.perf_counter() - start_seconds < 10  # building it takes a minute
+
+
+def test_the_shipped_drafter_is_calibrated_and_says_on_what():
+    config = DSparkConfig.from_pretrained(demo.DRAFTER_FOLDER)
+    assert set(config.confidence_temperatures) == set(config.confidence_calibration) == {"greedy", "sampling"}
+    for mode, origin in config.confidence_calibration.items():
+        assert origin["dataset"] and origin["num_rounds"] >= 2000
+        assert origin["temperature"] == {"greedy": 0.0, "sampling": 1.0}[mode]
+        assert all(after <= before for before, after in zip(origin["ece_before"], origin["ece_after"], strict=True))
+        assert 0.2 < origin["conditional_acceptance"][0] < 0.7
 
 
 def test_the_shipped_drafter_is_small():

@@ -1,0 +1,318 @@
+"""Calibrating a drafter on text that it drafts: decode, fit temperatures, keep them in its config (section 3.2.1).
+
+Contract: prompts are decoded with the drafter's raw confidences and every draft of a block verified, which is what the
+labels need; the fit is `temperature_scaling`. Only the drafter's config changes, and only after every mode has been
+fitted: decoding runs on a view with a config of its own. Sampling and greedy decoding accept differently, so each has
+its own temperatures. The text of a drafter does not depend on its calibration.
+
+Source: https://huggingface.co/papers/2607.05147, section 3.2.1. Shape legend: R batch rows, S prompt width, N rounds,
+K draft positions.
+"""
+
+import copy
+import dataclasses
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from .calibration_report import CalibrationReport, temperatures_from_sglang
+from .configuration_dspark import CALIBRATED_MODES, DSparkConfig
+from .json_files import read_object, write_object
+from .modeling_dspark import DSparkDrafter
+from .rounds import DecodingRound
+from .scheduling import FixedLength
+from .temperature_scaling import fit_temperatures
+
+Prompts = Sequence[Sequence[int]] | Iterable[Mapping[str, torch.Tensor]]
+"""Token ids of each prompt; or batches as `generate` takes them, left-padded `input_ids` and `attention_mask`."""
+
+MIN_ROUNDS = 200  # with fewer, the fit would follow single rounds; some thousands are better
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class ConfidenceRounds:
+    """
+    What calibration learns from: rounds that verified the whole block.
+
+    Attributes:
+        logits (`torch.DoubleTensor` of shape `[N, K]`): Confidence logits, before any temperature.
+        num_accepted (`torch.LongTensor` of shape `[N]`): How many drafts of each were accepted.
+    """
+
+    logits: torch.Tensor
+    num_accepted: torch.Tensor
+
+
+def calibrate(
+    target: PreTrainedModel,
+    drafter: DSparkDrafter,
+    prompts: Prompts,
+    *,
+    modes: Sequence[str] = CALIBRATED_MODES,
+    dataset: str = "unnamed",
+    temperature: float = 1.0,
+    max_new_tokens: int = 128,
+    batch_size: int = 8,
+    seed: int = 0,
+    **generation_options: Any,
+) -> dict[str, CalibrationReport]:
+    r"""
+    Fits the drafter's `confidence_temperatures` and writes them, with where they come from, into `drafter.config`.
+
+    ```python
+    >>> prompts = [tokenizer(text).input_ids for text in texts]  # none the drafter was trained on
+    >>> reports = hf_dspark.calibrate(target, drafter, prompts, dataset="gsm8k")
+    >>> print(reports["greedy"])
+    >>> drafter.save_pretrained("my-drafter")
+    ```
+
+    Args:
+        target ([`~transformers.PreTrainedModel`]): The target.
+        drafter ([`DSparkDrafter`]): The drafter; a confidence head is needed. Earlier temperatures are not used.
+        prompts (`Sequence[Sequence[int]]`, or an iterable of batches with `input_ids` and `attention_mask`):
+            Prompts as token ids; some hundred of them, of the kind that will be decoded.
+        modes (`Sequence[str]`, *optional*): `"greedy"`, `"sampling"`, or both (the default). The config keeps what it
+            has for the other one.
+        dataset (`str`, *optional*): Name of the prompts, for the record.
+        temperature (`float`, *optional*, defaults to 1.0): Temperature of the sampled text.
+        max_new_tokens (`int`, *optional*, defaults to 128): Length of each text.
+        batch_size (`int`, *optional*, defaults to 8): Prompts decoded at once; batches are taken as they are.
+        seed (`int`, *optional*, defaults to 0): For sampling; the global random state is left alone.
+        generation_options: Further arguments of `generate`, such as `top_p`.
+
+    Returns:
+        `dict[str, CalibrationReport]`: For each mode, figures on the very rounds that were fitted; for others see
+        [`evaluate_calibration`].
+
+    Raises:
+        ValueError: There is no confidence head, there are no prompts, too few rounds came of them, or a mode is
+            unknown.
+        TypeError: Prompts are no token ids.
+    """
+    rounds = {
+        mode: collect_rounds(
+            target,
+            drafter,
+            prompts,
+            mode=mode,
+            temperature=temperature,
+            max_new_tokens=max_new_tokens,
+            batch_size=batch_size,
+            seed=seed,
+            **generation_options,
+        )
+        for mode, prompts in _for_each_mode(drafter, prompts, modes)
+    }
+    reports = {}
+    for mode, found in rounds.items():
+        temperatures = fit_temperatures(found.logits, found.num_accepted)
+        reports[mode] = CalibrationReport.of_rounds(
+            found.logits, found.num_accepted, temperatures=temperatures, mode=mode, dataset=dataset
+        )
+    for report in reports.values():
+        store_calibration(drafter, report, temperature=temperature)
+    return reports
+
+
+def evaluate_calibration(
+    target: PreTrainedModel,
+    drafter: DSparkDrafter,
+    prompts: Prompts,
+    *,
+    modes: Sequence[str] | None = None,
+    dataset: str = "unnamed",
+    **options: Any,
+) -> dict[str, CalibrationReport]:
+    """
+    Measures the temperatures in the drafter's config on other prompts; changes nothing.
+
+    Args:
+        target, drafter, prompts, dataset: As for [`calibrate`].
+        modes (`Sequence[str]`, *optional*): Defaults to those that the config has temperatures for.
+        options: `temperature`, `max_new_tokens`, `batch_size`, `seed` and arguments of `generate`, as for
+            [`calibrate`].
+
+    Raises:
+        ValueError: As for [`calibrate`], and if the drafter has no temperatures for a mode.
+    """
+    temperatures = drafter.config.confidence_temperatures or {}
+    modes = tuple(temperatures) if modes is None else modes
+    if not modes or (missing := [mode for mode in modes if mode not in temperatures]):
+        raise ValueError(
+            f"the drafter has no confidence_temperatures for {missing if modes else 'any mode'}: run calibrate first"
+        )
+    reports = {}
+    for mode, given in _for_each_mode(drafter, prompts, modes):
+        found = collect_rounds(target, drafter, given, mode=mode, **options)
+        reports[mode] = CalibrationReport.of_rounds(
+            found.logits, found.num_accepted, temperatures=temperatures[mode], mode=mode, dataset=dataset
+        )
+    return reports
+
+
+def collect_rounds(
+    target: PreTrainedModel,
+    drafter: DSparkDrafter,
+    prompts: Prompts,
+    *,
+    mode: str,
+    temperature: float = 1.0,
+    max_new_tokens: int = 128,
+    batch_size: int = 8,
+    seed: int = 0,
+    **generation_options: Any,
+) -> ConfidenceRounds:
+    """Decodes `prompts` in one `mode`, every block verified whole; arguments as for [`calibrate`]."""
+    num_drafts = drafter.config.num_drafts
+    rounds: list[DecodingRound] = []
+    generator = torch.Generator(target.device).manual_seed(seed)
+    view = raw_view(drafter).with_options(
+        scheduler=FixedLength(), max_draft_tokens=None, on_round=rounds.append, generator=generator
+    )
+    generation: dict[str, Any] = {"do_sample": mode == "sampling", "max_new_tokens": max_new_tokens}
+    if mode == "sampling":
+        generation["temperature"] = temperature
+    for inputs in _batches(target, prompts, batch_size):
+        target.generate(**inputs, assistant_model=view, **generation, **generation_options)
+    # A row's last rounds may have room for less than a block: nobody knows what would have become of the rest.
+    whole = [r for r in rounds if r.verify_length == num_drafts]
+    if len(whole) < MIN_ROUNDS:
+        raise ValueError(
+            f"calibration needs {MIN_ROUNDS} rounds that verify the whole block of {num_drafts} drafts, but decoding "
+            f"the prompts ({mode}) gave {len(whole)} of them; give more prompts, or a larger max_new_tokens than "
+            f"{max_new_tokens}"
+        )
+    return ConfidenceRounds(
+        confidence_logits(torch.tensor([r.confidence for r in whole], dtype=torch.float64)),
+        torch.tensor([r.num_accepted for r in whole]),
+    )
+
+
+def raw_view(drafter: DSparkDrafter) -> DSparkDrafter:
+    """A view of `drafter` whose confidences have no temperature; the drafter and its config stay as they are."""
+    view = drafter.with_options()
+    view.config = copy.deepcopy(drafter.config)
+    view.config.confidence_temperatures = None
+    return view
+
+
+def confidence_logits(confidence: torch.Tensor) -> torch.Tensor:
+    """Logits of float32 confidences (as float64); one that was rounded to 0 or 1 becomes the nearest that is not."""
+    tiny = torch.finfo(torch.float32)
+    return confidence.clamp(tiny.tiny, 1 - tiny.eps / 2).logit()
+
+
+def store_calibration(drafter: DSparkDrafter, report: CalibrationReport, *, temperature: float = 1.0) -> None:
+    """
+    Writes a report's temperatures and where they come from into `drafter.config`, for the report's mode.
+
+    Args:
+        drafter ([`DSparkDrafter`]): The drafter, or a view of it.
+        report ([`CalibrationReport`]): What was found on the rounds that were fitted.
+        temperature (`float`, *optional*, defaults to 1.0): Temperature of the sampled text; greedy is recorded as 0.
+
+    Raises:
+        ValueError: The report is about another number of drafts.
+    """
+    origin = {
+        "dataset": report.dataset,
+        "num_rounds": report.num_rounds,
+        "temperature": float(temperature) if report.mode == "sampling" else 0.0,
+        # Where no round got to, the position before has 0 already: schedulers that multiply are told the same.
+        "conditional_acceptance": [0.0 if math.isnan(a) else round(a, 4) for a in report.conditional_acceptance],
+        "ece_before": [round(error, 5) for error in report.ece_before],
+        "ece_after": [round(error, 5) for error in report.ece_after],
+    }
+    _store(drafter, report.mode, report.temperatures, origin)
+
+
+def load_sglang(drafter: DSparkDrafter, source: str | os.PathLike | Mapping[str, Any], *, mode: str) -> None:
+    """
+    Takes the temperatures of one mode from an SGLang table; what the config said about that mode's origin goes.
+
+    Args:
+        drafter ([`DSparkDrafter`]): The drafter, or a view of it.
+        source (`str`, `os.PathLike` or a mapping): The JSON file, or its content.
+        mode (`str`): `"greedy"` or `"sampling"`; the table does not say which it is for.
+
+    Raises:
+        ValueError: The table holds no such temperatures, or not one for each draft.
+    """
+    _store(drafter, mode, temperatures_from_sglang(source), None)
+
+
+def save_calibration(drafter: DSparkDrafter, folder: str | os.PathLike) -> None:
+    """
+    Writes the calibration of `drafter` into `config.json` of a drafter folder and leaves all else there as it is.
+
+    Raises:
+        ValueError: `folder` holds no drafter of that many drafts a block.
+    """
+    path = Path(folder) / "config.json"
+    try:
+        stored = read_object(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder} is no drafter folder: its config.json cannot be read ({error})") from None
+    there, here = DSparkConfig.from_pretrained(folder).num_drafts, drafter.config.num_drafts
+    if there != here:
+        raise ValueError(f"{folder} holds a drafter of {there} drafts a block, but the calibrated one makes {here}")
+    for name in ("confidence_temperatures", "confidence_calibration"):
+        stored[name] = getattr(drafter.config, name)
+    write_object(path, dict(sorted(stored.items())), indent=2)  # as transformers writes it
+
+
+def _store(drafter: DSparkDrafter, mode: str, temperatures: Sequence[float], origin: Mapping[str, Any] | None) -> None:
+    config = copy.deepcopy(drafter.config)
+    config.confidence_temperatures = {
+        **(config.confidence_temperatures or {}),
+        mode: [round(float(t), 4) for t in temperatures],
+    }
+    origins = {key: value for key, value in (config.confidence_calibration or {}).items() if key != mode}
+    if origin is not None:
+        origins[mode] = dict(origin)
+    config.confidence_calibration = origins or None
+    config.check_consistency()  # before anything of the caller's changes
+    drafter.config.confidence_temperatures = config.confidence_temperatures
+    drafter.config.confidence_calibration = config.confidence_calibration
+
+
+def _for_each_mode(drafter: DSparkDrafter, prompts: Prompts, modes: Sequence[str]) -> list[tuple[str, list]]:
+    """Checks what `calibrate` was given, before the first forward; prompts are walked through once for each mode."""
+    if drafter.confidence_head is None:
+        raise ValueError(
+            "this drafter has no confidence head (enable_confidence_head=False), so there is nothing to calibrate"
+        )
+    if isinstance(modes, str) or not modes or set(modes) - set(CALIBRATED_MODES):
+        raise ValueError(f"modes={modes!r}; allowed are one or both of {list(CALIBRATED_MODES)}, as a list")
+    kept: list[Any] = list(prompts)
+    if not kept:
+        raise ValueError("no prompts were given; calibration needs some hundred of them")
+    if isinstance(prompts, str | Mapping) or any(isinstance(prompt, str) for prompt in kept):
+        raise TypeError("prompts must be a list of token ids or of batches; encode text with the target's tokenizer")
+    if not all(len(prompt) for prompt in kept):
+        raise ValueError(f"prompt {[len(prompt) for prompt in kept].index(0)} is empty; each needs a token at least")
+    return [(mode, kept) for mode in dict.fromkeys(modes)]
+
+
+def _batches(target: PreTrainedModel, prompts: Prompts, size: int) -> Iterator[dict[str, torch.Tensor]]:
+    """What `generate` takes: batches as they came, or prompts of about the same length, padded on the left."""
+    loose = [prompt for prompt in prompts if not isinstance(prompt, Mapping)]
+    for batch in prompts:
+        if isinstance(batch, Mapping):
+            yield {name: batch[name].to(target.device) for name in ("input_ids", "attention_mask") if name in batch}
+    pad = target.generation_config.pad_token_id
+    loose.sort(key=len)
+    for first in range(0, len(loose), size):
+        rows = [[int(token) for token in row] for row in loose[first : first + size]]
+        width = max(map(len, rows))
+        ids = [[0 if pad is None else pad] * (width - len(row)) + row for row in rows]
+        mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
+        yield {
+            "input_ids": torch.tensor(ids, device=target.device),
+            "attention_mask": torch.tensor(mask, device=target.device),
+        }
