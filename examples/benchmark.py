@@ -1,168 +1,218 @@
-"""Measure the drafter on prompts it has not seen: python examples/benchmark.py prompts/gsm8k.jsonl --batch 1 8
+"""Measure speed: plain generate, prompt lookup, fixed lengths and every scheduler, side by side on the demo pair.
 
-A prompt file holds one JSON object a line with a list `turns`, the first of which is used. Of every file only rows
-with index % 5 == 0 are taken: the held-out ones. Plain `generate` and every fixed length run side by side,
-alternating, after the same warm-up; reported are medians and ratios, and whether the text was identical.
+    python examples/benchmark.py --easy prompts/gsm8k.jsonl --mixed prompts/*.jsonl --json speed.json --plot speed.png
+
+Three kinds of prompts: easy and mixed ones, decoded greedily, and hostile ones: random tokens, continued at
+temperature 1.5, where drafts have little to go on. A prompt file holds one JSON object a line with a list `turns`, the
+first of which is used; only rows with index % 10 == 0 are taken, which the drafter has neither been trained nor
+calibrated on. Without files the demo's own prompts are used.
+
+All methods decode the same batches of prompts in one process after the same warm-up, one method after the other on
+each batch, in an order that shifts from batch to batch. Reported are tokens per second, the ratio to plain `generate`
+on the same prompts (of summed times, and the median over batches), the drafts verified per row and round, and whether
+the text was identical.
 """
 
 import argparse
 import json
 import platform
 import statistics
-import time
+from itertools import cycle, islice
 from pathlib import Path
 
 import torch
 
-from hf_dspark import DecodingStats, DSparkDrafter, FixedLength
-from hf_dspark.demo import load_demo_pair, load_demo_target
-from hf_dspark.training import TrainingExample, teacher_forced_acceptance
+from hf_dspark import Auto, CausalGreedy, ConfidenceThreshold, FixedLength, LaggedBudget, Lookahead, SPSProfile
+from hf_dspark.call_schedule import measured_cost
+from hf_dspark.comparison import timed_generate, warm_up
+from hf_dspark.demo import DEMO_PROMPTS, load_demo_pair
+
+HOSTILE = {"do_sample": True, "temperature": 1.5, "top_k": 0, "top_p": 1.0}
+GREEDY = {"do_sample": False}
 
 
-def held_out(path, limit):
-    rows = [json.loads(line)["turns"][0] for line in Path(path).read_text(encoding="utf-8").splitlines()]
-    return [row for row in rows[::5] if len(row) < 3000][:limit]
+def all_methods(num_drafts):
+    """Name -> what `generate` is given besides the prompts; a scheduler stands for a view of the drafter."""
+    methods = {"plain": None, "lookup": {"prompt_lookup_num_tokens": 7}}
+    methods |= {f"fixed {k}": FixedLength(k) for k in (1, 2, 3, num_drafts)}
+    methods |= {"threshold 0.5": ConfidenceThreshold(0.5), "greedy": CausalGreedy()}
+    methods |= {"greedy envelope": CausalGreedy(envelope=True), "lagged": LaggedBudget(), "lookahead": Lookahead()}
+    return methods | {"auto": Auto()}
+
+
+def held_out(paths, limit):
+    """Prompts of the files in turn, the same share of each."""
+    columns = []
+    for path in paths:
+        rows = [json.loads(line)["turns"][0] for line in Path(path).read_text(encoding="utf-8").split("\n") if line]
+        columns.append([row for row in rows[::10] if len(row) < 2000])
+    longest = max(map(len, columns))
+    mixed = [column[i] for i in range(longest) for column in columns if i < len(column)]
+    return mixed[:limit]
 
 
 def encoded(tokenizer, prompts):
-    chats = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
-        )
-        for prompt in prompts
-    ]
-    return tokenizer(chats, return_tensors="pt", padding=True)
+    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    return tokenizer.apply_chat_template(
+        chats, add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt"
+    )
 
 
-def batches(tokenizer, prompts, size):
-    ordered = sorted(prompts, key=len)
-    return [encoded(tokenizer, ordered[i : i + size]) for i in range(0, len(ordered), size)]
+def random_prompts(tokenizer, count, length=48):
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1000, len(tokenizer) - 1000, (count, length), generator=generator)
+    return [{"input_ids": row[None], "attention_mask": torch.ones(1, length, dtype=torch.long)} for row in ids]
 
 
-class Clock:
-    """Seconds spent inside a module's forward."""
-
-    def __init__(self, module):
-        self.seconds = 0.0
-        self.hooks = [
-            module.register_forward_pre_hook(lambda *args: setattr(self, "began", time.perf_counter())),
-            module.register_forward_hook(self._stop),
-        ]
-
-    def _stop(self, *args):
-        self.seconds += time.perf_counter() - self.began
-
-    def remove(self):
-        for hook in self.hooks:
-            hook.remove()
+def batches(kind, size, tokenizer, args):
+    """Batches of `size` prompts of a kind, as `generate` takes them: as many as `args.prompts` fill, at least one."""
+    count = max(size, args.prompts // size * size if size > 1 else args.single_prompts)
+    if kind == "hostile":
+        rows = random_prompts(tokenizer, count)
+        groups = [rows[i : i + size] for i in range(0, count, size)]
+        return [{name: torch.cat([row[name] for row in group]) for name in group[0]} for group in groups]
+    files = args.easy if kind == "easy" else args.mixed
+    prompts = list(DEMO_PROMPTS) if files is None else held_out(files, count)
+    prompts = list(islice(cycle(prompts), count))
+    return [encoded(tokenizer, prompts[i : i + size]) for i in range(0, count, size)]
 
 
-def timed(target, inputs, max_new_tokens, drafter=None):
-    options = {"max_new_tokens": max_new_tokens, "do_sample": False, "return_dict_in_generate": True}
-    began = time.perf_counter()
-    output = target.generate(**inputs, assistant_model=drafter, **options)
-    return output, time.perf_counter() - began
+def run(target, drafter, inputs, method, args, options):
+    """One timed call."""
+    kwargs = dict(options, max_new_tokens=args.max_new_tokens)
+    if isinstance(method, dict):
+        kwargs |= method
+    elif method is not None:
+        kwargs["assistant_model"] = drafter.with_options(scheduler=method)
+    return timed_generate(target, inputs, **kwargs)
 
 
-def compare(target, drafter, prompt_batches, length, args):
-    """Plain and drafted decoding of every batch, alternating."""
-    view, seconds, rounds, identical = drafter.with_options(scheduler=FixedLength(length)), [[], []], [], True
-    for inputs in prompt_batches:
-        runs = [[], []]
-        for _ in range(args.repeats):
-            plain, plain_seconds = timed(target, inputs, args.max_new_tokens)
-            drafted, drafted_seconds = timed(target, inputs, args.max_new_tokens, view)
-            runs[0].append(plain_seconds)
-            runs[1].append(drafted_seconds)
-        width = plain.sequences.shape[1]
-        identical &= torch.equal(plain.sequences, drafted.sequences[:, :width])
-        rounds.extend(drafted.rounds)
-        for kind in range(2):
-            seconds[kind].append(statistics.median(runs[kind]))
-    tokens = sum(len(r.committed_ids) for r in rounds) + sum(len(inputs.input_ids) for inputs in prompt_batches)
-    stats = DecodingStats(rounds)
+def cell(target, drafter, prompt_batches, methods, args, options):
+    """Every method on every batch of one kind and size: name -> figures."""
+    runs = {name: [] for name in methods}
+    for number, inputs in enumerate(prompt_batches):
+        names = list(methods)
+        shift = 5 * number % len(names)
+        for name in names[shift:] + names[:shift]:
+            again = [run(target, drafter, inputs, methods[name], args, options) for _ in range(args.repeats)]
+            runs[name].append(min(again, key=lambda r: r.seconds) if args.repeats < 3 else _median(again))
+    return {name: figures(results, runs["plain"]) for name, results in runs.items()}
+
+
+def _median(results):
+    return sorted(results, key=lambda r: r.seconds)[len(results) // 2]
+
+
+def figures(results, plain):
+    rate = sum(r.num_tokens for r in results) / sum(r.seconds for r in results)
+    plain_rate = sum(r.num_tokens for r in plain) / sum(r.seconds for r in plain)
+    ratios = [r.tokens_per_second / p.tokens_per_second for r, p in zip(results, plain, strict=True)]
+    found = {
+        "tokens_per_second": round(rate, 2),
+        "ratio": round(rate / plain_rate, 3),
+        "median_ratio": round(statistics.median(ratios), 3),
+        "identical": all(r.new_ids == p.new_ids for r, p in zip(results, plain, strict=True)),
+    }
+    rounds = [entry for r in results if r.stats is not None for entry in r.stats.rounds]
+    if rounds:
+        found["verify_length"] = round(statistics.mean(r.verify_length for r in rounds), 2)
+        found["accepted_length"] = round(statistics.mean(len(r.committed_ids) for r in rounds), 2)
+        found["drafted_share"] = round(statistics.mean(bool(r.draft_ids) for r in rounds), 2)
+    return found
+
+
+def print_cell(kind, size, found):
+    print(f"\n{kind}, batch {size}")
+    for name, row in found.items():
+        extra = f"  verified {row['verify_length']:.2f}" if "verify_length" in row else ""
+        print(f"  {name:16s} {row['tokens_per_second']:7.1f} tokens/s  {row['ratio']:.3f}x{extra}", flush=True)
+
+
+def summary(cells):
+    """How `auto` fares over all cells: against plain decoding, and against the best fixed length of each."""
+    rows = [cell["methods"] for cell in cells if "auto" in cell["methods"]]
+    best = [max(v["ratio"] for k, v in row.items() if k.startswith("fixed")) for row in rows]
+    against_fixed = [row["auto"]["ratio"] / ratio for row, ratio in zip(rows, best, strict=True)]
     return {
-        "verify": length,
-        "identical": identical,
-        "accepted_length": round(stats.accepted_length, 3),
-        "plain_tokens_per_second": round(tokens / sum(seconds[0]), 2),
-        "tokens_per_second": round(tokens / sum(seconds[1]), 2),
-        "ratio": round(sum(seconds[0]) / sum(seconds[1]), 3),
+        "cells": len(rows),
+        "auto_against_plain_least": min(row["auto"]["ratio"] for row in rows),
+        "auto_against_best_fixed_at_least_0.98": sum(ratio >= 0.98 for ratio in against_fixed),
+        "auto_against_best_fixed_least": round(min(against_fixed), 3),
     }
 
 
-def acceptance(target, drafter, prompt_batches, args):
-    """Accepted length and conditional acceptance at full block, live and teacher-forced on the same text."""
-    rounds, examples, anchors = [], [], []
-    for inputs in prompt_batches:
-        output, _ = timed(target, inputs, args.max_new_tokens, drafter)
-        rounds.extend(output.rounds)
-        for row in range(len(inputs.input_ids)):
-            prompt = inputs.input_ids[row][inputs.attention_mask[row].bool()].tolist()
-            answer = output.sequences[row, inputs.input_ids.shape[1] :].tolist()
-            eos = target.generation_config.eos_token_id
-            answer = answer[: answer.index(eos) + 1] if eos in answer else answer
-            examples.append(TrainingExample(tuple(prompt + answer), (0,) * len(prompt) + (1,) * len(answer)))
-            sizes = [len(r.committed_ids) for r in output.rounds if r.row == row]
-            anchors.append([len(prompt) + sum(sizes[:index]) for index in range(len(sizes))])
-    stats, positions = DecodingStats(rounds), range(1, drafter.config.num_drafts + 1)
-    result = {
-        "accepted_length": round(stats.accepted_length, 3),
-        "conditional_acceptance": [round(stats.conditional_acceptance_at(k), 3) for k in positions],
-    }
-    if args.teacher_forced:
-        # At the anchors of the live rounds, then at every token: live rounds start where a draft just failed.
-        for where, starts in (("live_anchors", anchors), ("all_anchors", None)):
-            meter = teacher_forced_acceptance(target, drafter, examples, anchors=starts)
-            result[f"teacher_forced_accepted_length_at_{where}"] = round(meter.accepted_length, 3)
-            result[f"teacher_forced_conditional_at_{where}"] = [round(value, 3) for value in meter.conditional]
-    return result
+def plot(cells, path):
+    """Drafts verified and throughput against batch size, for each kind of prompts."""
+    from matplotlib.figure import Figure  # the extra `plot`
 
-
-def overhead(target, drafter, inputs, args):
-    """Share of a round that is neither the target's forward nor drafting, full block."""
-    clock = Clock(target)
-    began = time.perf_counter()
-    output, _ = timed(target, inputs, args.max_new_tokens, drafter)
-    total, clock_total = time.perf_counter() - began, clock.seconds
-    clock.remove()
-    drafting = sum({r.step: r.draft_seconds for r in output.rounds}.values())
-    return {"overhead_share": round((total - clock_total - drafting) / total, 4)}
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    lengths, speeds = figure.subplots(1, 2)
+    colors = {"easy": "#0b7285", "mixed": "#e8590c", "hostile": "#868e96"}
+    for kind, color in colors.items():
+        own = [cell for cell in cells if cell["kind"] == kind]
+        sizes = [cell["batch"] for cell in own]
+        lengths.plot(sizes, [c["methods"]["auto"]["verify_length"] for c in own], "o-", color=color, label=kind)
+        speeds.plot(sizes, [c["methods"]["auto"]["ratio"] for c in own], "o-", color=color, label=f"auto, {kind}")
+        whole = [c["methods"][max(k for k in c["methods"] if k.startswith("fixed"))]["ratio"] for c in own]
+        speeds.plot(sizes, whole, "x:", color=color, linewidth=1, label=f"whole block, {kind}")
+    speeds.axhline(1, color="black", linewidth=0.8)
+    lengths.set(title="drafts verified per row and round", ylim=(0, None))
+    speeds.set(title="throughput over plain generate")
+    for axes in (lengths, speeds):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes, map(str, sizes))
+        axes.set_xlabel("batch size")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=150)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("prompts", nargs="+", help="JSONL files with `turns`")
-    parser.add_argument("--batch", type=int, nargs="*", default=[1, 8])
-    parser.add_argument("--lengths", type=int, nargs="*", default=[1, 2, 3, 4, 6], help="drafts verified a round")
-    parser.add_argument("--limit", type=int, default=16, help="prompts of each file")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--easy", nargs="+", help="JSONL files of easy prompts (maths)")
+    parser.add_argument("--mixed", nargs="+", help="JSONL files of all kinds")
+    parser.add_argument("--kinds", nargs="+", default=["easy", "mixed", "hostile"])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
+    parser.add_argument("--methods", nargs="+", help="default: all")
+    parser.add_argument("--prompts", type=int, default=16, help="prompts of each kind, in batches")
+    parser.add_argument("--single-prompts", type=int, default=6, help="prompts at batch 1")
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=1, help="of each run; the median counts (of two, the faster)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--drafter", help="a drafter folder; default: the one that is shipped")
-    parser.add_argument("--teacher-forced", action="store_true", help="compare live with teacher-forced acceptance")
+    parser.add_argument("--profile", help="an SPS profile (JSON); by default it is measured, once")
+    parser.add_argument("--json", help="write all figures here")
+    parser.add_argument("--plot", help="write a figure here (PNG)")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    if args.drafter:
-        target, tokenizer = load_demo_target()
-        drafter = DSparkDrafter.from_pretrained(args.drafter, dtype=torch.float32).eval()
-    else:
-        target, tokenizer, drafter = load_demo_pair()
-    device = f"{platform.machine()} CPU, {torch.get_num_threads()} threads, float32"
-    print(json.dumps({"device": device, "greedy": True, "max_new_tokens": args.max_new_tokens}))
-    for path in args.prompts:
-        prompts = held_out(path, args.limit)
-        warm_up = encoded(tokenizer, prompts[:1])
-        timed(target, warm_up, 16)
-        timed(target, warm_up, 16, drafter)
-        found = acceptance(target, drafter, batches(tokenizer, prompts, 8), args)
-        print(json.dumps({"set": Path(path).stem, "prompts": len(prompts)} | found), flush=True)
-        if args.batch:
-            print(json.dumps({"set": Path(path).stem, "batch": 1} | overhead(target, drafter, warm_up, args)))
-        for size in args.batch:
-            for length in args.lengths:
-                row = compare(target, drafter, batches(tokenizer, prompts, size), length, args)
-                print(json.dumps({"set": Path(path).stem, "batch": size} | row), flush=True)
+    target, tokenizer, drafter = load_demo_pair()
+    methods = all_methods(drafter.config.num_drafts)
+    methods = {name: methods[name] for name in ["plain", *(args.methods or list(methods)[1:])]}
+    if args.profile:
+        drafter = drafter.with_options(sps_profile=SPSProfile.load(args.profile))
+    measured_cost(target, drafter, max(args.batch))  # now, not within the first timed call
+    device = f"{platform.machine()} CPU, {torch.get_num_threads()} threads, {str(target.dtype).split('.')[-1]}"
+    report = {"device": device, "max_new_tokens": args.max_new_tokens, "cells": []}
+    print(device)
+    for size in args.batch:
+        for kind in args.kinds:
+            prompt_batches = batches(kind, size, tokenizer, args)
+            warm_up(target, prompt_batches[0], drafter)
+            # transformers' prompt lookup decodes one row at a time
+            usable = {k: v for k, v in methods.items() if k != "lookup" or size == 1}
+            options = HOSTILE if kind == "hostile" else GREEDY
+            found = cell(target, drafter, prompt_batches, usable, args, options)
+            print_cell(kind, size, found)
+            report["cells"].append({"kind": kind, "batch": size, "methods": found})
+            if args.json:
+                Path(args.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if "auto" in methods and any(name.startswith("fixed") for name in methods):
+        report["summary"] = summary(report["cells"])
+        print("\n" + json.dumps(report["summary"]))
+    if args.json:
+        Path(args.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if args.plot:
+        plot(report["cells"], args.plot)
 
 
 if __name__ == "__main__":

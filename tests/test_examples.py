@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_dspark import DSparkDrafter
+from hf_dspark import DSparkDrafter, SPSProfile
 from hf_dspark.demo import load_demo_target
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -60,14 +60,51 @@ def test_train_drafter_leaves_a_drafter_that_generate_takes(tmp_path):
     assert torch.equal(target.generate(**inputs, max_new_tokens=6, do_sample=False, assistant_model=drafter), plain)
 
 
-def test_benchmark_reports_acceptance_overhead_and_ratios(tmp_path):
+def held_out_prompts(tmp_path):
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"turns": [f"What is {n} + 4?"]}) + "\n" for n in range(6)))
+    lines = [json.dumps({"turns": [f"What is {n} + 4?"]}, ensure_ascii=False) for n in range(21)]
+    lines[10] = json.dumps({"turns": ["What is one\u2028 plus four?"]}, ensure_ascii=False)  # no end of a line
+    prompts.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return str(prompts)
+
+
+def test_acceptance_reports_acceptance_and_overhead(tmp_path):
     lines = run_example(
-        "benchmark.py", str(prompts), "--limit", "2", "--max-new-tokens", "12", "--batch", "2", "--lengths", "2",
-        "--teacher-forced",
-    )  # fmt: skip
+        "acceptance.py", held_out_prompts(tmp_path), "--limit", "2", "--max-new-tokens", "12", "--teacher-forced"
+    )
     rows = [json.loads(line) for line in lines]
     assert rows[1]["prompts"] == 2 and rows[1]["accepted_length"] >= 1
     assert rows[1]["teacher_forced_conditional_at_live_anchors"][0] >= 0
-    assert rows[-1]["identical"] and rows[-1]["ratio"] > 0
+    assert 0 < rows[2]["overhead_share"] < 1
+
+
+def test_benchmark_compares_every_method_on_every_kind_of_prompts(tmp_path):
+    prompts, report, figure = held_out_prompts(tmp_path), tmp_path / "speed.json", tmp_path / "speed.png"
+    lines = run_example(
+        "benchmark.py", "--easy", prompts, "--batch", "1", "2", "--kinds", "easy", "hostile", "--prompts", "2",
+        "--single-prompts", "1", "--max-new-tokens", "4", "--json", str(report), "--plot", str(figure),
+        "--methods", "lookup", "fixed 6", "lagged", "auto", "--profile", str(measured_profile(tmp_path)),
+    )  # fmt: skip
+    cells = json.loads(report.read_text())["cells"]
+    assert [(cell["kind"], cell["batch"]) for cell in cells] == [
+        ("easy", 1), ("hostile", 1), ("easy", 2), ("hostile", 2)
+    ]  # fmt: skip
+    assert cells[0]["methods"].keys() == {"plain", "lookup", "fixed 6", "lagged", "auto"}
+    assert "lookup" not in cells[2]["methods"]
+    assert all(row["identical"] for cell in cells[::2] for row in cell["methods"].values())
+    assert all(row["ratio"] > 0 for cell in cells for row in cell["methods"].values())
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    assert json.loads(lines[-1])["cells"] == 4
+
+
+def measured_profile(tmp_path):
+    """Step times of this project's reference machine, so that the test need not measure."""
+    path = tmp_path / "profile.json"
+    milliseconds = {1: 66, 2: 110, 4: 118, 8: 130, 16: 140, 32: 170}
+    sglang = {
+        "sample_batch_tokens": list(milliseconds),
+        "sample_steps_per_sec": [1000 / ms for ms in milliseconds.values()],
+        "max_batch_tokens": 32,
+    }
+    SPSProfile.from_sglang(sglang, block_size=6).save(path)
+    return path
