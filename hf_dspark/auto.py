@@ -37,9 +37,9 @@ class Auto(CostedPolicy):
     def for_call(self, setting: CallSetting) -> Scheduler:
         if setting.cost is None:
             logger.warning_once(
-                "Scheduling is off, whole blocks are verified: what rounds cost on this machine is not known. Unset "
-                "HF_DSPARK_NO_PROFILE to have it measured once, pass `with_options(sps_profile=...)`, or choose "
-                "another `scheduler`, such as FixedLength(3)."
+                "Scheduling is off, whole blocks are verified: what rounds cost here is not known, since "
+                "HF_DSPARK_NO_PROFILE is set or the target's requests cannot be packed. Pass a profile, "
+                "`with_options(sps_profile=...)`, or choose another `scheduler`, such as FixedLength(3)."
             )
             return FixedLength()
         return AutoCall(self, setting)
@@ -58,7 +58,7 @@ class AutoCall(LookaheadCall):
         super().__init__(policy, setting)
         self._tokens = self._time = self.PRIOR_ROUNDS  # in rounds of plain decoding
         self._pause, self._rounds_left = self.FIRST_PAUSE, 0
-        self._probing = False
+        self._probing = self._told = False
         self.paces = Paces()
 
     @property
@@ -92,7 +92,9 @@ class AutoCall(LookaheadCall):
         if self.gain >= 1:
             self._pause = self.FIRST_PAUSE
         else:
-            logger.info("Drafting does not pay at present; decoding plainly and trying again from time to time.")
+            if not self._told:
+                logger.info("Drafting does not pay at present; decoding plainly and trying again from time to time.")
+                self._told = True
             self._rounds_left = self._pause
             self._pause = min(2 * self._pause, self.LONGEST_PAUSE)
         self._probing = False

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import GenerationMixin
 
-from .rounds import DecodingStats
+from .rounds import DecodingRound, DecodingStats
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,16 +75,28 @@ def timed_generate(
         seed (`int`, *optional*, defaults to 0): Seed of torch's global generator, set before the clock starts.
         generate_kwargs: For `generate`; a drafter goes in as `assistant_model`.
     """
+    rounds: list[DecodingRound] = []
+    drafter = generate_kwargs.get("assistant_model")
+    if drafter is not None:
+        told = drafter.options.on_round
+
+        def on_round(decoding_round: DecodingRound) -> None:
+            rounds.append(decoding_round)
+            if told is not None:
+                told(decoding_round)
+
+        generate_kwargs["assistant_model"] = drafter.with_options(on_round=on_round)
     torch.manual_seed(seed)
     start_seconds = time.perf_counter()
-    output = target.generate(**inputs, **generate_kwargs, return_dict_in_generate=True)
-    if output.sequences.is_cuda:
-        torch.cuda.synchronize(output.sequences.device)
+    sequences = target.generate(**inputs, **generate_kwargs)  # ids alone: nobody pays for a cache to keep
+    if sequences.is_cuda:
+        torch.cuda.synchronize(sequences.device)
     seconds = time.perf_counter() - start_seconds
-    rows = output.sequences[:, inputs["input_ids"].shape[1] :].tolist()
+    rows = sequences[:, inputs["input_ids"].shape[1] :].tolist()
     end_ids = target.generation_config.eos_token_id
     end_ids = set(end_ids) if isinstance(end_ids, list) else {end_ids}
-    return Run([_until_end(row, end_ids) for row in rows], seconds, getattr(output, "stats", None))
+    stats = None if drafter is None else DecodingStats(rounds)
+    return Run([_until_end(row, end_ids) for row in rows], seconds, stats)
 
 
 def warm_up(
