@@ -50,9 +50,9 @@ class AutoCall(LookaheadCall):
 
     MEMORY = 0.9  # what one round leaves of the weight of those before it
     PRIOR_ROUNDS = 2.0  # how many rounds the benefit of the doubt counts as
-    CAUTION = 1.05  # confidences err: drafts that promise little more than their time is worth are not verified
+    CAUTION = 1.1  # confidences err: drafts that promise little more than their time is worth are not verified
     MOST_GROUPS = 8  # rows of similar pace are taken together
-    FIRST_PAUSE, LONGEST_PAUSE = 2, 32  # rounds without drafts
+    FIRST_PAUSE, LONGEST_PAUSE = 4, 32  # rounds without drafts
 
     def __init__(self, policy: Scheduler, setting: CallSetting):
         super().__init__(policy, setting)

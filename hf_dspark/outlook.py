@@ -30,7 +30,7 @@ class Outlook:
 
     MEMORY = 0.97  # what one round (of one row) leaves of the weight of those before it
     PRIOR_DRAFTS = 4.0  # how many drafts the expectation from before the call counts as
-    TRUSTED_DRAFTS = 4.0  # accepted drafts that confidences are taken on trust for
+    TRUSTED_DRAFTS = 2.0  # accepted drafts that confidences are taken on trust for
 
     def __init__(self, num_drafts: int, acceptance: Sequence[float] | None = None):
         if acceptance is None:
