@@ -70,7 +70,7 @@ class AutoCall(LookaheadCall):
         return self.CAUTION * super().long_run_rate(num_rows, context)
 
     def wants_drafts(self, num_rows: int, context: float) -> bool:
-        return self._rounds_left == 0
+        return self._rounds_left == 0 and not self.cost.plain_is_due(num_rows)
 
     def verify_lengths(self, request: ScheduleRequest) -> list[int]:
         self.rate = self.gain

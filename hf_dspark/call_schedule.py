@@ -6,6 +6,7 @@ stands between them, for the packed engine and for transformers' own loop. The s
 Source: https://huggingface.co/papers/2607.05147, section 3.2. Shape legend: R active rows, K drafted positions.
 """
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -73,7 +74,13 @@ class CallSchedule:
             beyond = torch.arange(confidence.shape[1]) >= torch.tensor(usable)[:, None]
             confidence = confidence.masked_fill(beyond, 0.0)
         self._request = ScheduleRequest(confidence, limits, rows, step, context)
-        lengths = list(self.scheduler.verify_lengths(self._request))
+        answer = self.scheduler.verify_lengths(self._request)
+        try:
+            lengths = [operator.index(length) for length in answer]
+        except TypeError:
+            raise TypeError(
+                f"{self.scheduler} returned verify lengths {answer!r}; one integer a row is needed"
+            ) from None
         if len(lengths) != len(limits) or any(not 0 <= n <= limit for n, limit in zip(lengths, limits, strict=True)):
             raise ValueError(f"{self.scheduler} returned verify lengths {lengths}; allowed are 0 up to {limits}")
         return [min(own) for own in zip(lengths, usable, strict=True)]

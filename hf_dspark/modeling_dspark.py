@@ -287,7 +287,9 @@ def check_options(options: DecodingOptions) -> None:
     if isinstance(options.scheduler, str):
         if options.scheduler != "auto":
             raise ValueError(f'scheduler={options.scheduler!r}; the only name is "auto", all others are objects')
-    elif options.scheduler is not None and not hasattr(options.scheduler, "verify_lengths"):
+    elif options.scheduler is not None and (
+        isinstance(options.scheduler, type) or not hasattr(options.scheduler, "verify_lengths")
+    ):
         raise TypeError(f'scheduler must be "auto" or a Scheduler such as FixedLength(3), got {options.scheduler!r}')
     if options.sps_profile is not None and not hasattr(options.sps_profile, "round_seconds"):
         raise TypeError(f"sps_profile must be an SPSProfile or None, got {options.sps_profile!r}")

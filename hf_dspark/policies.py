@@ -176,9 +176,9 @@ class _CostedCall(Scheduler):
     def __init__(self, policy: Scheduler, setting: CallSetting):
         if setting.cost is None:
             raise ValueError(
-                f"{policy} needs to know what rounds cost on this machine: pass a profile with "
-                "`drafter.with_options(sps_profile=profile_sps(target, drafter))`, or unset HF_DSPARK_NO_PROFILE to "
-                "have it measured on first use. FixedLength and ConfidenceThreshold do without."
+                f"{policy} needs to know what rounds cost here. Pass a profile, "
+                "`drafter.with_options(sps_profile=...)`: it is not measured, since HF_DSPARK_NO_PROFILE is set or "
+                "the target's requests cannot be packed. FixedLength and ConfidenceThreshold do without."
             )
         self.policy, self.setting = policy, setting
         self.cost: RoundCost = setting.cost

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 # Share of a surprise that enters the prediction at once: single rounds are noisy, slow phases last for many rounds.
 SPEED_SHARE = 0.1
 SIZE_SHARE = 0.1
+PLAIN_WEIGHT = 3  # plain rounds are few while drafting pays, so each of them counts for more
+# While all rounds draft, nothing is learned about plain ones; after so many a plain one is due, the first time sooner.
+PLAIN_EVERY, FIRST_PLAIN = 64, 8
 # A round that took more than twice (or less than half) the prediction was interrupted; it counts as that much.
 LARGEST_SURPRISE = math.log(2)
 MOST_TABLES = 512  # kept at a time; a table is R * K + 1 numbers
@@ -46,6 +49,7 @@ class RoundCost:
         self._lock = threading.Lock()
         self._speed = 0.0  # log of measured over profiled seconds, all rounds
         self._by_size = np.zeros((2, len(_SIZE_ENDS)))  # the same on top of it: [drafted, size of the verification]
+        self._since_plain = np.full(len(_SIZE_ENDS), PLAIN_EVERY - FIRST_PLAIN)  # drafted rounds, by size of the batch
         self._tables: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = {}
 
     def seconds(self, num_rows: int, num_drafts: int, context: float) -> np.ndarray:
@@ -67,8 +71,15 @@ class RoundCost:
     def plain_seconds(self, num_rows: int, context: float) -> float:
         """Seconds of a round that drafts nothing: one token for each of `num_rows` rows."""
         seconds = self.profile.round_seconds(num_rows, context=context, num_requests=num_rows, drafted=False)
+        with_drafts = self.predict(num_rows, 0, context, drafted=True)
         with self._lock:
-            return float(seconds) * math.exp(self._speed + self._by_size[0, _size(num_rows)])
+            plain = float(seconds) * math.exp(self._speed + self._by_size[0, _size(num_rows)])
+        return min(plain, with_drafts)  # whatever was measured: drafting on top takes no time away
+
+    def plain_is_due(self, num_rows: int) -> bool:
+        """Whether a plain round of `num_rows` rows should be run soon, to know what it takes."""
+        with self._lock:
+            return bool(self.refine and self._since_plain[_size(num_rows)] >= PLAIN_EVERY)
 
     def predict(self, num_rows: int, verified: int, context: float, *, drafted: bool) -> float:
         """Seconds of one round: `verified` drafts in all rows together."""
@@ -94,9 +105,11 @@ class RoundCost:
         predicted = self.predict(num_rows, verified, context, drafted=drafted)
         surprise = math.log(seconds / predicted)
         surprise = min(max(surprise, -LARGEST_SURPRISE), LARGEST_SURPRISE)
+        kind, size = int(drafted), _size(num_rows + verified)
         with self._lock:
             self._speed += SPEED_SHARE * surprise
-            self._by_size[int(drafted), _size(num_rows + verified)] += SIZE_SHARE * surprise
+            self._by_size[kind, size] += SIZE_SHARE * (1 if drafted else PLAIN_WEIGHT) * surprise
+            self._since_plain[_size(num_rows)] = self._since_plain[_size(num_rows)] + 1 if drafted else 0
 
     def _profiled(self, num_rows: int, num_drafts: int, context: float) -> tuple[np.ndarray, np.ndarray]:
         """The profile's table, and the size class of each entry; contexts are taken in steps of 64 tokens."""

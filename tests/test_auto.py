@@ -235,3 +235,21 @@ def test_a_real_run_on_hostile_text_drafts_rarely_and_reads_later_what_it_skippe
     assert 1 <= sum(drafted) < len(drafted) / 4
     assert drafted[0]
     assert any(drafted[1:])
+
+
+def test_a_profile_that_makes_plain_rounds_too_dear_is_found_out():
+    """While all rounds draft, no plain round would ever be timed; so now and then there is one."""
+    call = Auto().for_call(CallSetting(2, RoundCost(TableProfile([4.0, 4.0, 4.0]))))
+    drafted = []
+    for step in range(600):
+        asked, lengths, wants = None, [0], call.wants_drafts(1, 0.0)
+        if wants:
+            asked = ScheduleRequest(torch.tensor([[0.9, 0.1]]), [2], [0], step)
+            lengths = call.verify_lengths(asked)
+        accepted = [min(lengths[0], 1)]
+        seconds = 2.4 if wants else 1.0
+        call.cost.observe(1, lengths[0], 0.0, seconds, drafted=wants)
+        call.observe(RoundOutcome(asked, 1, lengths, accepted, seconds, [1.0] if wants else None))
+        drafted.append(wants)
+    assert all(drafted[:5])
+    assert sum(drafted[300:]) < 60

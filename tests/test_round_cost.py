@@ -10,7 +10,15 @@ import pytest
 from torch import nn
 
 from hf_dspark import round_cost
-from hf_dspark.round_cost import LARGEST_SURPRISE, SIZE_SHARE, SPEED_SHARE, RoundCost, shared_cost
+from hf_dspark.round_cost import (
+    FIRST_PLAIN,
+    LARGEST_SURPRISE,
+    PLAIN_EVERY,
+    SIZE_SHARE,
+    SPEED_SHARE,
+    RoundCost,
+    shared_cost,
+)
 from hf_dspark.sps_profile import DraftPoint, LoopPoint, SPSProfile, VerifyPoint
 from tests.reference import TableProfile
 
@@ -180,3 +188,28 @@ def test_costs_do_not_keep_their_target():
     gc.collect()
     assert gone() is None
     assert cost() is None
+
+
+def test_plain_rounds_fall_due_while_everything_drafts():
+    cost = RoundCost(STAIRS)
+
+    def rounds_until_due():
+        for count in range(1000):
+            if cost.plain_is_due(1):
+                return count
+            cost.observe(1, 3, 0.0, 1.0, drafted=True)
+
+    assert rounds_until_due() == FIRST_PLAIN
+    cost.observe(1, 0, 0.0, 1.0, drafted=False)
+    assert rounds_until_due() == PLAIN_EVERY
+    fixed = RoundCost(STAIRS, refine=False)
+    for _ in range(2 * PLAIN_EVERY):
+        fixed.observe(1, 3, 0.0, 1.0, drafted=True)
+    assert not fixed.plain_is_due(1)
+
+
+def test_drafting_is_never_thought_to_save_time():
+    cost = RoundCost(TableProfile([1.0, 1.0]))
+    for _ in range(100):
+        cost.observe(1, 0, 0.0, 0.2, drafted=True)
+    assert cost.plain_seconds(1, 0.0) <= cost.predict(1, 0, 0.0, drafted=True)
