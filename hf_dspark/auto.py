@@ -51,6 +51,7 @@ class AutoCall(LookaheadCall):
     MEMORY = 0.9  # what one round leaves of the weight of those before it
     PRIOR_ROUNDS = 2.0  # how many rounds the benefit of the doubt counts as
     CAUTION = 1.1  # confidences err: drafts that promise little more than their time is worth are not verified
+    LEAD = 16.0  # tokens ahead of the last row after which a row counts for much less
     MOST_GROUPS = 8  # rows of similar pace are taken together
     FIRST_PAUSE, LONGEST_PAUSE = 4, 32  # rounds without drafts
 
@@ -60,6 +61,7 @@ class AutoCall(LookaheadCall):
         self._pause, self._rounds_left = self.FIRST_PAUSE, 0
         self._probing = self._told = False
         self.paces = Paces()
+        self._drafted_tokens: dict[int, int] = {}  # what each row got out of drafts; rounds give all rows one more
 
     @property
     def gain(self) -> float:
@@ -68,6 +70,20 @@ class AutoCall(LookaheadCall):
 
     def long_run_rate(self, num_rows: int, context: float) -> float:
         return self.CAUTION * super().long_run_rate(num_rows, context)
+
+    def weights(self, request: ScheduleRequest) -> np.ndarray | float:
+        """
+        A batch that only shrinks ends with its slowest row: a token of a row that is ahead of the others saves only
+        the row's own share of a round, at the end.
+        """
+        num_rows = len(request.rows)
+        if not self.setting.drains or num_rows == 1:
+            return 1.0
+        half, plain = num_rows // 2, self.cost.plain_seconds(num_rows, request.context)
+        saved = plain - self.cost.plain_seconds(half, request.context)
+        own_share = min(max(saved / (num_rows - half) * num_rows / plain, 0.0), 1.0)
+        drafted = np.array([self._drafted_tokens.get(row, 0) for row in request.rows])
+        return own_share + (1 - own_share) * np.exp((drafted.min() - drafted) / self.LEAD)
 
     def wants_drafts(self, num_rows: int, context: float) -> bool:
         return self._rounds_left == 0 and not self.cost.plain_is_due(num_rows)
@@ -83,6 +99,8 @@ class AutoCall(LookaheadCall):
                 self._rounds_left -= 1
                 self._probing = self._rounds_left == 0
             return
+        for row, accepted in zip(request.rows, outcome.num_accepted, strict=True):
+            self._drafted_tokens[row] = self._drafted_tokens.get(row, 0) + accepted
         tokens, time = self._rated(request, outcome)
         if self._probing and tokens > time:  # the rounds before the pause are no longer news
             self._tokens = self._time = self.PRIOR_ROUNDS

@@ -46,10 +46,14 @@ class Ranking:
     sorted_survival: np.ndarray
 
     @classmethod
-    def of(cls, confidence: np.ndarray, max_lengths: Sequence[int]) -> "Ranking":
-        """From conditional confidences `[R, K]`; one that is not a number counts as 0, as all after it then do."""
+    def of(cls, confidence: np.ndarray, max_lengths: Sequence[int], weights: np.ndarray | float = 1.0) -> "Ranking":
+        """
+        From conditional confidences `[R, K]`; one that is not a number counts as 0, as all after it then do. `weights`
+        `[R]`, known before the round, say what a token of each row is worth.
+        """
         limits = np.asarray(max_lengths)
         survival = np.nan_to_num(confidence.astype(np.float64)).clip(0, 1).cumprod(axis=1)
+        survival = survival * np.reshape(weights, (-1, 1))
         num_drafts = survival.shape[1]
         survival = np.where(np.arange(num_drafts) < limits[:, None], survival, 0.0)
         order = np.argsort(-survival, axis=None, kind="stable")
@@ -244,8 +248,12 @@ class LookaheadCall(_CostedCall):
             confidence = np.tile(self.outlook.acceptance[: len(forecast)], (num_rows, 1))
         else:
             confidence = self.outlook.corrected(request.confidence.numpy())[:, : len(forecast)]
-        ranking = Ranking.of(confidence, request.max_lengths)
+        ranking = Ranking.of(confidence, request.max_lengths, self.weights(request))
         return ranking.lengths(look_ahead(ranking, forecast, seconds, self.long_run_rate(num_rows, request.context)))
+
+    def weights(self, request: ScheduleRequest) -> np.ndarray | float:
+        """What a token of each row is worth, `[R]`; from finished rounds alone."""
+        return 1.0
 
     def long_run_rate(self, num_rows: int, context: float) -> float:
         """Tokens per second to charge time at: what drafting is expected to give, plain decoding at the least."""

@@ -3,6 +3,7 @@
 import logging as std_logging
 import math
 
+import numpy as np
 import pytest
 import torch
 from transformers.utils import logging
@@ -253,3 +254,17 @@ def test_a_profile_that_makes_plain_rounds_too_dear_is_found_out():
         drafted.append(wants)
     assert all(drafted[:5])
     assert sum(drafted[300:]) < 60
+
+
+def test_rows_behind_are_served_first_in_a_batch_that_ends_with_its_slowest():
+    stairs = TableProfile([1.0, 1.0, 1.1, 1.2, 1.3, 1.4, 1.5])
+    for drains, more_for_the_last in ((True, True), (False, False)):
+        call = Auto().for_call(CallSetting(2, RoundCost(stairs, refine=False), drains=drains))
+        for step in range(8):
+            asked = ScheduleRequest(torch.tensor([[0.9, 0.9], [0.9, 0.9]]), [2, 2], [0, 1], step)
+            call.observe(RoundOutcome(asked, 2, [2, 2], [2, 0], 1.0, [1.0, 1.0]))
+        weights = np.broadcast_to(call.weights(asked), 2)
+        assert (weights[1] > weights[0]) == more_for_the_last
+        assert weights.max() == 1 and weights.min() > 0
+        lengths = call.verify_lengths(asked)
+        assert (lengths[1] > lengths[0]) == more_for_the_last, lengths
