@@ -27,8 +27,10 @@ class Auto(CostedPolicy):
     Every drafted round is rated by the tokens that its admitted drafts promise and the seconds it takes, against plain
     decoding. When recent rounds fall behind, nothing is drafted for some rounds; then one round drafts again to see.
     While that does not pay, the pauses double, up to [`AutoCall.LONGEST_PAUSE`] rounds, so that what drafting costs
-    where it cannot win stays within the noise. Verified text and features of those rounds wait and are read by the
-    next draft.
+    where it cannot win stays small. Features of the text of those rounds wait and are read by the next draft.
+
+    In a batch that only shrinks, rows of uneven pace make a round worth less, and drafts of rows that are ahead count
+    for less than those of rows behind.
 
     Without a measured cost (HF_DSPARK_NO_PROFILE is set and no profile given) it verifies whole blocks, and says so
     once.
@@ -99,8 +101,10 @@ class AutoCall(LookaheadCall):
                 self._rounds_left -= 1
                 self._probing = self._rounds_left == 0
             return
-        for row, accepted in zip(request.rows, outcome.num_accepted, strict=True):
-            self._drafted_tokens[row] = self._drafted_tokens.get(row, 0) + accepted
+        self._drafted_tokens = {
+            row: self._drafted_tokens.get(row, 0) + accepted
+            for row, accepted in zip(request.rows, outcome.num_accepted, strict=True)
+        }
         tokens, time = self._rated(request, outcome)
         if self._probing and tokens > time:  # the rounds before the pause are no longer news
             self._tokens = self._time = self.PRIOR_ROUNDS

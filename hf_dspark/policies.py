@@ -34,7 +34,7 @@ class Ranking:
     The drafts of a round in the order in which they are admitted: prefix survival descending, then row, then position.
 
     Attributes:
-        survival (`np.ndarray` of shape `[R, K]`): Prefix survival; 0 where a row may not go.
+        survival (`np.ndarray` of shape `[R, K]`): Prefix survival, times the weight of the row; 0 where it may not go.
         limits (`np.ndarray` of shape `[R]`): Most drafts of every row.
         rows (`np.ndarray` of shape `[n]`): Entry of the request that each admissible draft belongs to, in order.
         sorted_survival (`np.ndarray` of shape `[n]`): Their survivals.

@@ -68,3 +68,17 @@ def at_least(kind: Callable[[str], float], minimum: float) -> Callable[[str], fl
         return number
 
     return parse
+
+
+def refuse_lost_outputs(args: argparse.Namespace) -> None:
+    """Refuses `--output`, `--plot` and `--sglang` that would fail only once all was measured."""
+    for path in filter(None, (args.output, args.plot, args.sglang)):
+        if not path.parent.is_dir():
+            args.refuse(f"{path}: there is no folder {path.parent}")
+    if args.plot:
+        from ..plots import new_figure
+
+        try:
+            new_figure()
+        except ImportError as error:
+            args.refuse(f"--plot: {error}")

@@ -15,7 +15,7 @@ from ..calibration_report import CalibrationReport
 from ..configuration_dspark import CALIBRATED_MODES
 from ..demo import DRAFTER_FOLDER, load_demo_target
 from ..modeling_dspark import DSparkDrafter
-from .arguments import at_least
+from .arguments import at_least, refuse_lost_outputs
 
 MAX_PROMPT_CHARACTERS = 3000
 
@@ -170,21 +170,12 @@ def _check_paths(args: argparse.Namespace) -> None:
     if args.held_out and (args.offset - args.held_out_offset) % args.every == 0:
         if both := {path.resolve() for path in args.prompts} & {path.resolve() for path in args.held_out}:
             args.refuse(f"the same rows of {both.pop()} would be fitted and held out; see --every and the offsets")
-    for path in filter(None, (args.output, args.plot, args.sglang)):
-        if not path.parent.is_dir():
-            args.refuse(f"{path}: there is no folder {path.parent}")
+    refuse_lost_outputs(args)
     if args.output and args.output.exists() and not args.force:
         if not args.output.is_dir() or any(args.output.iterdir()):
             args.refuse(f"--output {args.output} is there and not an empty folder; --force replaces it")
     if args.output and args.output.exists() and not args.output.is_dir():
         args.refuse(f"--output {args.output} is a file; name a folder")
-    if args.plot:
-        from ..plots import new_figure
-
-        try:
-            new_figure()
-        except ImportError as error:
-            args.refuse(f"--plot: {error}")
 
 
 def _load(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, DSparkDrafter]:

@@ -13,7 +13,7 @@ from ..modeling_dspark import DSparkDrafter
 from ..profile_cache import keep
 from ..profiling import CONTEXTS, MAX_BATCH_TOKENS, profile_sps
 from ..sps_profile import SPSProfile
-from .arguments import at_least
+from .arguments import at_least, refuse_lost_outputs
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -104,16 +104,7 @@ def _check_paths(args: argparse.Namespace) -> None:
     """Refuses what would fail only after all was measured."""
     if args.drafter and not args.target:
         args.refuse("--drafter needs its --target")
-    for path in filter(None, (args.output, args.plot, args.sglang)):
-        if not path.parent.is_dir():
-            args.refuse(f"{path}: there is no folder {path.parent}")
-    if args.plot:
-        from ..plots import new_figure
-
-        try:
-            new_figure()
-        except ImportError as error:
-            args.refuse(f"--plot: {error}")
+    refuse_lost_outputs(args)
 
 
 def _load_pair(args: argparse.Namespace) -> tuple[PreTrainedModel, DSparkDrafter | None]:
