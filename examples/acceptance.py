@@ -1,9 +1,10 @@
-"""Measure what the drafter is worth on prompts it has not seen: python examples/acceptance.py prompts/gsm8k.jsonl
+"""Compare live with teacher-forced acceptance, and weigh the loop: python examples/acceptance.py prompts/gsm8k.jsonl
 
 A prompt file holds one JSON object a line with a list `turns`, the first of which is used. Of every file only rows
 with index % 5 == 0 are taken: the held-out ones. Reported are accepted length and conditional acceptance at each
 position, whole block, live and (with --teacher-forced) on the same text in one pass, and the share of a round that is
-neither the target's forward nor drafting. For speed see benchmark.py.
+neither the target's forward nor drafting. What drafters are worth on whole sets, `python -m hf_dspark evaluate` tells;
+for speed see benchmark.py.
 """
 
 import argparse
@@ -16,12 +17,13 @@ import torch
 
 from hf_dspark import DecodingStats, DSparkDrafter, FixedLength
 from hf_dspark.demo import load_demo_pair, load_demo_target
+from hf_dspark.prompt_sets import load_prompts
 from hf_dspark.training import TrainingExample, teacher_forced_acceptance
 
 
 def held_out(path, limit):
-    rows = [json.loads(line)["turns"][0] for line in Path(path).read_text(encoding="utf-8").split("\n") if line]
-    return [row for row in rows[::5] if len(row) < 3000][:limit]
+    prompts = load_prompts(path, every=5, turns=1, limit=limit, max_characters=2999)
+    return [conversation[-1]["content"] for conversation in prompts.conversations]
 
 
 def encoded(tokenizer, prompts):

@@ -26,6 +26,7 @@ from hf_dspark import Auto, CausalGreedy, ConfidenceThreshold, FixedLength, Lagg
 from hf_dspark.call_schedule import measured_cost
 from hf_dspark.comparison import timed_generate, warm_up
 from hf_dspark.demo import DEMO_PROMPTS, load_demo_pair
+from hf_dspark.prompt_sets import load_prompts
 
 HOSTILE = {"do_sample": True, "temperature": 1.5, "top_k": 0, "top_p": 1.0}
 GREEDY = {"do_sample": False}
@@ -44,8 +45,8 @@ def held_out(paths, limit):
     """Prompts of the files in turn, the same share of each."""
     columns = []
     for path in paths:
-        rows = [json.loads(line)["turns"][0] for line in Path(path).read_text(encoding="utf-8").split("\n") if line]
-        columns.append([row for row in rows[::10] if len(row) < 2000])
+        prompts = load_prompts(path, every=10, turns=1, max_characters=1999)
+        columns.append([conversation[-1]["content"] for conversation in prompts.conversations])
     longest = max(map(len, columns))
     mixed = [column[i] for i in range(longest) for column in columns if i < len(column)]
     return mixed[:limit]

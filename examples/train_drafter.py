@@ -1,17 +1,24 @@
 """Train a drafter for the embedded target: python examples/train_drafter.py --data answers.jsonl --output my-drafter
 
-`answers.jsonl` holds one answer of the target a line: {"prompt": "...", "completion_ids": [...]}. Without --data, the
-target first answers a few prompts itself, which is enough to see the whole way, not to get a good drafter.
+`answers.jsonl` holds one answer of the target a line, as `prepare-data` writes them or as little as {"prompt": "...",
+"completion_ids": [...]}. Without --data, the target first answers a few prompts itself, which is enough to see the
+whole way, not to get a good drafter. `python -m hf_dspark train` does the same from a recipe, for any target.
 """
 
 import argparse
-import json
 
 import torch
 
 from hf_dspark.demo import load_demo_target
-from hf_dspark.losses import LossWeights
-from hf_dspark.training import TrainingConfig, TrainingExample, frequent_token_ids, new_drafter, train
+from hf_dspark.training import (
+    DSparkTrainer,
+    DSparkTrainingArguments,
+    frequent_token_ids,
+    load_examples,
+    new_drafter,
+    teacher_forced_acceptance,
+)
+from hf_dspark.training.data import example_of
 
 PROMPTS = (
     "A baker sells 14 loaves in the morning and twice as many in the afternoon. How many loaves is that?",
@@ -24,22 +31,10 @@ PROMPTS = (
 def answers_of(target, tokenizer, prompts, max_new_tokens):
     """The target's own greedy answers: what the drafter has to predict."""
     for prompt in prompts:
-        inputs = chat(tokenizer, prompt)
+        chat = [{"role": "user", "content": prompt}]
+        inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True, return_tensors="pt")
         output = target.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
-        yield {"prompt": prompt, "completion_ids": output[0, inputs.input_ids.shape[1] :].tolist()}
-
-
-def chat(tokenizer, prompt):
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
-    )
-    return tokenizer(text, return_tensors="pt")
-
-
-def example_of(tokenizer, row):
-    prompt_ids = tuple(chat(tokenizer, row["prompt"]).input_ids[0].tolist())
-    answer_ids = tuple(row["completion_ids"])
-    return TrainingExample(prompt_ids + answer_ids, (0,) * len(prompt_ids) + (1,) * len(answer_ids))
+        yield {"prompt": prompt, "completion_ids": output[0, inputs["input_ids"].shape[1] :].tolist()}
 
 
 def main():
@@ -54,13 +49,18 @@ def main():
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--num-anchors", type=int, default=64)
     parser.add_argument("--max-new-tokens", type=int, default=96, help="of answers that are generated here")
+    parser.add_argument("--feature-cache", help="folder to keep the target's features in; asked anew if not given")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
     target, tokenizer = load_demo_target()
-    rows = [json.loads(line) for path in args.data for line in open(path, encoding="utf-8")]
-    rows = rows or list(answers_of(target, tokenizer, PROMPTS, args.max_new_tokens))
-    examples = [example_of(tokenizer, row) for row in rows]
+    if args.data:
+        split = load_examples(args.data, tokenizer, hold_out=5)
+        examples, held_out = split.train, split.evaluation
+    else:
+        rows = answers_of(target, tokenizer, PROMPTS, args.max_new_tokens)
+        *examples, last = [example_of(row, tokenizer) for row in rows]
+        held_out = [last]
     print(f"{len(examples)} examples, {sum(sum(example.loss_mask) for example in examples)} supervised tokens")
 
     torch.manual_seed(args.seed)
@@ -73,19 +73,23 @@ def main():
         markov_rank=args.markov_rank,
         target_layer_ids=[1, 8, 15, 22, 28],
     )
-    config = TrainingConfig(
-        num_steps=args.steps,
+    arguments = DSparkTrainingArguments(
+        args.output,
+        max_steps=args.steps,
         num_anchors=args.num_anchors,
         learning_rate=args.learning_rate,
         warmup_steps=min(100, args.steps // 4),
-        loss=LossWeights(ce_weight=0.3),
+        ce_weight=0.3,
         max_length=640,
         seed=args.seed,
-        output_dir=args.output,
-        cache_features=True,
+        feature_cache=args.feature_cache,
+        use_cpu=target.device.type == "cpu",
     )
-    train(target, drafter, examples, config)
-    drafter.save_pretrained(args.output)
+    trainer = DSparkTrainer(drafter, arguments, target=target, train_dataset=examples)
+    trainer.train()
+    trainer.save_drafter(args.output)
+    meter = teacher_forced_acceptance(target, drafter, held_out[:50])
+    print(f"held-out accepted length, teacher-forced: {meter.accepted_length:.2f}")
     print(f"saved to {args.output}; use it with target.generate(..., assistant_model=drafter)")
 
 

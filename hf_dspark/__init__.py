@@ -10,13 +10,18 @@ from .auto import Auto
 from .calibration import calibrate, evaluate_calibration
 from .calibration_report import CalibrationReport
 from .candidate_generator import DSparkCandidateGenerator
+from .configuration_autoregressive import AutoregressiveConfig
 from .configuration_dspark import DSparkConfig
+from .evaluation import Evaluation, evaluate
 from .hook import install, uninstall
+from .modeling_autoregressive import AutoregressiveDrafter
 from .modeling_dspark import DSparkDrafter
 from .outputs import DSparkGenerateOutput
 from .parity import ParityReport, check_parity
 from .policies import CausalGreedy, LaggedBudget, Lookahead
+from .preparation import Sampling, prepare_data
 from .profiling import profile_sps
+from .prompt_sets import load_prompts
 from .rounds import DecodingRound, DecodingStats
 from .scheduling import (
     CallSetting,
@@ -32,6 +37,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Auto",
+    "AutoregressiveConfig",
+    "AutoregressiveDrafter",
     "CalibrationReport",
     "CallSetting",
     "CausalGreedy",
@@ -42,22 +49,29 @@ __all__ = [
     "DSparkGenerateOutput",
     "DecodingRound",
     "DecodingStats",
+    "Evaluation",
     "FixedLength",
     "LaggedBudget",
     "Lookahead",
     "ParityReport",
     "RoundOutcome",
     "SPSProfile",
+    "Sampling",
     "ScheduleRequest",
     "Scheduler",
     "calibrate",
     "check_parity",
+    "evaluate",
     "evaluate_calibration",
     "install",
+    "load_prompts",
+    "prepare_data",
     "profile_sps",
     "uninstall",
 ]
 
 AutoConfig.register(DSparkConfig.model_type, DSparkConfig, exist_ok=True)
 AutoModel.register(DSparkConfig, DSparkDrafter, exist_ok=True)
+AutoConfig.register(AutoregressiveConfig.model_type, AutoregressiveConfig, exist_ok=True)
+AutoModel.register(AutoregressiveConfig, AutoregressiveDrafter, exist_ok=True)
 install()

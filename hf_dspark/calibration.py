@@ -24,9 +24,9 @@ from .calibration_report import CalibrationReport, temperatures_from_sglang
 from .configuration_dspark import CALIBRATED_MODES, DSparkConfig
 from .json_files import read_object, write_object
 from .modeling_dspark import DSparkDrafter
+from .recording import WholeBlocks, left_padded
 from .rounds import DecodingRound
-from .scheduling import FixedLength
-from .temperature_scaling import fit_temperatures
+from .temperature_scaling import confidence_logits, fit_temperatures
 
 Prompts = Sequence[Sequence[int]] | Iterable[Mapping[str, torch.Tensor]]
 """Token ids of each prompt; or batches as `generate` takes them, left-padded `input_ids` and `attention_mask`."""
@@ -90,8 +90,8 @@ def calibrate(
         [`evaluate_calibration`].
 
     Raises:
-        ValueError: There is no confidence head, there are no prompts, too few rounds came of them, or a mode is
-            unknown.
+        ValueError: There is no confidence head, there are no prompts, too few rounds came of them, a mode is
+            unknown, or the temperature is not above 0.
         TypeError: Prompts are no token ids.
     """
     rounds = {
@@ -168,17 +168,20 @@ def collect_rounds(
     **generation_options: Any,
 ) -> ConfidenceRounds:
     """Decodes `prompts` in one `mode`, every block verified whole; arguments as for [`calibrate`]."""
+    if mode == "sampling" and not temperature > 0:
+        raise ValueError(f"temperature={temperature} must be above 0; greedy decoding is a mode of its own")
     num_drafts = drafter.config.num_drafts
     rounds: list[DecodingRound] = []
-    generator = torch.Generator(target.device).manual_seed(seed)
-    view = raw_view(drafter).with_options(
-        scheduler=FixedLength(), max_draft_tokens=None, on_round=rounds.append, generator=generator
+    blocks = WholeBlocks(
+        target,
+        drafter,
+        temperature=temperature if mode == "sampling" else 0,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        **generation_options,
     )
-    generation: dict[str, Any] = {"do_sample": mode == "sampling", "max_new_tokens": max_new_tokens}
-    if mode == "sampling":
-        generation["temperature"] = temperature
     for inputs in _batches(target, prompts, batch_size):
-        target.generate(**inputs, assistant_model=view, **generation, **generation_options)
+        rounds.extend(blocks.decode(inputs).rounds)
     # A row's last rounds may have room for less than a block: nobody knows what would have become of the rest.
     whole = [r for r in rounds if r.verify_length == num_drafts]
     if len(whole) < MIN_ROUNDS:
@@ -188,23 +191,9 @@ def collect_rounds(
             f"{max_new_tokens}"
         )
     return ConfidenceRounds(
-        confidence_logits(torch.tensor([r.confidence for r in whole], dtype=torch.float64)),
+        torch.from_numpy(confidence_logits([r.confidence for r in whole])),
         torch.tensor([r.num_accepted for r in whole]),
     )
-
-
-def raw_view(drafter: DSparkDrafter) -> DSparkDrafter:
-    """A view of `drafter` whose confidences have no temperature; the drafter and its config stay as they are."""
-    view = drafter.with_options()
-    view.config = copy.deepcopy(drafter.config)
-    view.config.confidence_temperatures = None
-    return view
-
-
-def confidence_logits(confidence: torch.Tensor) -> torch.Tensor:
-    """Logits of float32 confidences (as float64); one that was rounded to 0 or 1 becomes the nearest that is not."""
-    tiny = torch.finfo(torch.float32)
-    return confidence.clamp(tiny.tiny, 1 - tiny.eps / 2).logit()
 
 
 def store_calibration(drafter: DSparkDrafter, report: CalibrationReport, *, temperature: float = 1.0) -> None:
@@ -308,11 +297,4 @@ def _batches(target: PreTrainedModel, prompts: Prompts, size: int) -> Iterator[d
     pad = target.generation_config.pad_token_id
     loose.sort(key=len)
     for first in range(0, len(loose), size):
-        rows = [[int(token) for token in row] for row in loose[first : first + size]]
-        width = max(map(len, rows))
-        ids = [[0 if pad is None else pad] * (width - len(row)) + row for row in rows]
-        mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
-        yield {
-            "input_ids": torch.tensor(ids, device=target.device),
-            "attention_mask": torch.tensor(mask, device=target.device),
-        }
+        yield left_padded(loose[first : first + size], pad, target.device)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .json_files import read_object, write_object
+from .json_files import read_object, without_nan, write_object
 from .temperature_scaling import (
     NUM_BINS,
     area_under_curve,
@@ -139,7 +139,7 @@ class CalibrationReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-able values, `nan` as `None`."""
-        return _plain(dataclasses.asdict(self))
+        return without_nan(dataclasses.asdict(self))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "CalibrationReport":
@@ -240,14 +240,6 @@ def _quality(predicted: np.ndarray, survived: np.ndarray, num_bins: int) -> Posi
 def _read_quality(values: Mapping[str, Any]) -> PositionQuality:
     bins = tuple(ReliabilityBin(**each) for each in values["bins"])
     return PositionQuality(**{**values, "auc": _number(values["auc"]), "bins": bins})
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def _number(value: float | None) -> float:

@@ -158,7 +158,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
         # The forward may have run over rejected drafts too; verified ones come first.
         new = slice(input_ids.shape[1] - 1 - count, input_ids.shape[1] - 1)
         kept = real[new].to(features.device)
-        self.session.add_context(0, features[:count][kept], position_ids[new].to(features.device)[kept])
+        token_ids = input_ids[0, new].cpu()[real[new]].tolist()
+        self.session.add_context(0, features[:count][kept], position_ids[new].to(features.device)[kept], token_ids)
         self.session.write_pending(1)
 
     def _target_logits(self, probs: torch.Tensor, token_ids: torch.Tensor | None) -> torch.Tensor:

@@ -92,11 +92,8 @@ def timed_generate(
     if sequences.is_cuda:
         torch.cuda.synchronize(sequences.device)
     seconds = time.perf_counter() - start_seconds
-    rows = sequences[:, inputs["input_ids"].shape[1] :].tolist()
-    end_ids = target.generation_config.eos_token_id
-    end_ids = set(end_ids) if isinstance(end_ids, list) else {end_ids}
     stats = None if drafter is None else DecodingStats(rounds)
-    return Run([_until_end(row, end_ids) for row in rows], seconds, stats)
+    return Run(new_ids(target, sequences, inputs["input_ids"].shape[1]), seconds, stats)
 
 
 def warm_up(
@@ -107,5 +104,11 @@ def warm_up(
         target.generate(**inputs, assistant_model=assistant, do_sample=False, max_new_tokens=max_new_tokens)
 
 
-def _until_end(ids: list[int], end_ids: set[int]) -> list[int]:
-    return next((ids[: i + 1] for i, token_id in enumerate(ids) if token_id in end_ids), ids)
+def new_ids(target: GenerationMixin, sequences: torch.Tensor, width: int) -> list[list[int]]:
+    """What `generate` wrote after prompts of `width` tokens, each row up to and with its end token."""
+    end = target.generation_config.eos_token_id
+    end_ids = set(end) if isinstance(end, list) else {end}
+    return [
+        next((row[: i + 1] for i, token_id in enumerate(row) if token_id in end_ids), row)
+        for row in sequences[:, width:].tolist()
+    ]

@@ -1,8 +1,8 @@
-"""The drafter's configuration, and the one place that knows how official DeepSpec Qwen3 configs spell it.
+"""The drafter's configuration.
 
 Contract: `DSparkConfig` is a Qwen3 backbone config plus what makes it a DSpark drafter: the block, the tapped target
 layers, the Markov head, the confidence head, the draft vocabulary. It validates itself, so a config that exists can be
-built. It knows nothing about weights or about decoding.
+built. It knows nothing about weights or about decoding, and leaves to `formats` how others spell such configs.
 
 Source: https://huggingface.co/papers/2607.05147, section 3.1. Shape legend: K drafts a block, V target vocabulary,
 Vd draft vocabulary, D hidden size, M tapped layers, r Markov rank.
@@ -15,6 +15,10 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import Qwen3Config
 
+from .formats.reading import config_fields
+
+BACKBONES = ("qwen3", "gemma4")
+WINDOW_ORIGINS = ("anchor", "slot")
 HEAD_TYPES = ("vanilla", "gated", "rnn")
 CALIBRATED_MODES = ("greedy", "sampling")
 CALIBRATION_FIELDS = ("dataset", "num_rounds", "temperature", "conditional_acceptance", "ece_before", "ece_after")
@@ -54,6 +58,24 @@ class DSparkConfig(Qwen3Config):
         draft_top_k (`int`, *optional*):
             Restrict each draft position to the `draft_top_k` largest base logits; the Markov bias is computed for
             those only. Lossless: tokens outside have draft probability 0.
+        backbone (`str`, *optional*, defaults to `"qwen3"`):
+            The family of the draft layers: `"qwen3"` or `"gemma4"` (sandwich norms, layer scalars, normed values,
+            attention scale 1).
+        attention_k_eq_v (`bool`, *optional*, defaults to `False`):
+            Gemma4 only: values are the keys' raw projections; there is no `v_proj`.
+        final_logit_softcapping (`float`, *optional*):
+            Soft cap on the base logits, before the Markov bias is added.
+        embedding_scale (`float`, *optional*):
+            Factor on the rows of the target's embedding table. `None`: what the target's own module gives (a Gemma
+            target's scales by itself).
+        layer_types (`list[str]`, *optional*):
+            `"full_attention"` or `"sliding_attention"` for each draft layer; the latter need `sliding_window`, and
+            see a window of the context as the next two say. Full layers see everything.
+        sliding_window_origin (`str`, *optional*, defaults to `"anchor"`):
+            `"anchor"`: every slot sees the `sliding_window` context tokens before the anchor (speculators).
+            `"slot"`: the window moves with the slot, which counts as one of its tokens (SpecForge).
+        sliding_block_causal (`bool`, *optional*, defaults to `True`):
+            Whether in sliding layers a slot of the block sees only those before it and itself.
         confidence_temperatures (`dict[str, list[float]]`, *optional*):
             Per-position divisors of the confidence logits, `{"greedy": [K floats], "sampling": [K floats]}`.
         confidence_calibration (`dict[str, dict]`, *optional*):
@@ -65,6 +87,11 @@ class DSparkConfig(Qwen3Config):
             The target this drafter was trained for (information only).
         target_fingerprint (`str`, *optional*):
             Hash of that target's config; a different target draws a warning.
+        training_length (`int`, *optional*):
+            Tokens of the longest text that the drafter learned from (information only).
+        thinking (`bool`, *optional*):
+            Whether the answers it learned from were written with thinking; `None` if unknown, mixed, or there is no
+            such choice (information only).
 
     Raises:
         ValueError: a field contradicts another one; the message says which and what is allowed.
@@ -84,12 +111,23 @@ class DSparkConfig(Qwen3Config):
     confidence_head_with_markov: bool | None = None
     draft_vocab_size: int | None = None
     draft_top_k: int | None = None
+    backbone: str = "qwen3"
+    attention_k_eq_v: bool = False
+    final_logit_softcapping: float | None = None
+    embedding_scale: float | None = None
+    sliding_window: int | None = None
+    sliding_window_origin: str = "anchor"
+    sliding_block_causal: bool = True
     confidence_temperatures: dict[str, list[float]] | None = None
     confidence_calibration: dict[str, dict[str, Any]] | None = None
     target_name_or_path: str | None = None
     target_fingerprint: str | None = None
+    training_length: int | None = None
+    thinking: bool | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        # Qwen3Config drops the window of a config that does not say twice that it has one.
+        self.use_sliding_window = self.layer_types is not None and "sliding_attention" in self.layer_types
         super().__post_init__(**kwargs)
         if self.target_hidden_size is None:
             self.target_hidden_size = self.hidden_size
@@ -113,8 +151,7 @@ class DSparkConfig(Qwen3Config):
             raise ValueError(f"block_size={self.block_size} with {slots} drafts no token; raise block_size")
         self._check_heads()
         self._check_vocabulary()
-        if any(kind != "full_attention" for kind in self.layer_types or ()):
-            raise ValueError(f"draft layers must all be 'full_attention', got layer_types={self.layer_types}")
+        self._check_backbone()
         self.check_target_layers(self.num_target_layers)
         self._check_calibration()
 
@@ -129,6 +166,25 @@ class DSparkConfig(Qwen3Config):
                     f"target_layer_ids={self.target_layer_ids} taps the target's last layer {layer}: its entry in "
                     f"`hidden_states` is taken after the final norm; use layers up to {num_layers - 2}"
                 )
+
+    def _check_backbone(self) -> None:
+        if self.backbone not in BACKBONES:
+            raise ValueError(f"backbone={self.backbone!r} must be one of {BACKBONES}")
+        if self.attention_k_eq_v and self.backbone != "gemma4":
+            raise ValueError(f"attention_k_eq_v=True needs backbone='gemma4', got {self.backbone!r}")
+        kinds = self.layer_types or []
+        if len(kinds) != self.num_hidden_layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
+            raise ValueError(
+                f"layer_types={self.layer_types} must name 'full_attention' or 'sliding_attention' for each of the "
+                f"{self.num_hidden_layers} draft layers"
+            )
+        if "sliding_attention" in kinds and (self.sliding_window is None or self.sliding_window < 1):
+            raise ValueError(f"sliding layers need a sliding_window of at least 1 token, got {self.sliding_window}")
+        if self.sliding_window_origin not in WINDOW_ORIGINS:
+            raise ValueError(f"sliding_window_origin={self.sliding_window_origin!r} must be one of {WINDOW_ORIGINS}")
+        for name in ("final_logit_softcapping", "embedding_scale"):
+            if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name}={value} must be positive, or None")
 
     def _check_heads(self) -> None:
         if self.markov_rank < 0:
@@ -185,29 +241,5 @@ class DSparkConfig(Qwen3Config):
         cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         config_dict, unused = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
-        return from_published(config_dict), unused
-
-
-def from_published(config_dict: dict[str, Any]) -> dict[str, Any]:
-    """
-    A published drafter's config in `DSparkConfig` terms: ours as it is, an official DeepSpec Qwen3 one (which calls
-    itself `model_type: qwen3`, https://huggingface.co/deepseek-ai) renamed.
-
-    Raises:
-        ValueError: the config is of no layout that is read here; the message says what was found.
-    """
-    if not config_dict or config_dict.get("model_type") == DSparkConfig.model_type:
-        return config_dict
-    architectures = config_dict.get("architectures") or []
-    if "Qwen3DSparkModel" in architectures:
-        renamed = {key: value for key, value in config_dict.items() if key != "auto_map"}
-        return renamed | {"model_type": DSparkConfig.model_type, "architectures": ["DSparkDrafter"]}
-    found = {
-        key: config_dict[key]
-        for key in ("model_type", "architectures", "speculators_model_type", "dflash_config")
-        if key in config_dict
-    }
-    raise ValueError(
-        f"not a drafter layout that this version reads: {found or 'no model_type and no architectures'}. Read are "
-        "hf_dspark folders (model_type 'dspark') and DeepSpec Qwen3 folders (architectures ['Qwen3DSparkModel'])"
-    )
+        own = config_dict.get("model_type") == cls.model_type
+        return config_dict if own else config_fields(config_dict), unused

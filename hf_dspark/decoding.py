@@ -118,8 +118,8 @@ class Decoder:
             cache=None if state.earlier is None else state.earlier.cache,
         )
         for row, pairs in enumerate(state.context):
-            for features, positions in pairs:
-                self.session.add_context(row, features, positions)
+            for verified in pairs:
+                self.session.add_context(row, *verified)
         if not self._gives_cache_back:
             self.model_kwargs["cache"].layers.clear()  # packed by now; the dense copy is nobody's
         self._check_logits(state.logits, "the prefill")
@@ -153,7 +153,7 @@ class Decoder:
             stopped.append(stop)
             # Verified are the anchor and all that was kept but its newest token: as many as were kept.
             verified_part = slice(offset, offset + len(kept))
-            self._absorb(entry, anchor_position, features[verified_part])
+            self._absorb(entry, anchor_position, features[verified_part], [anchor_id, *kept[:-1]])
             self.record.add(row.index, verified_part, scores, logits, outputs.hidden_states)
             self._report(
                 DecodingRound(
@@ -243,11 +243,11 @@ class Decoder:
             output_hidden_states=True if self.record.wants_hidden_states else self.view.hidden_state_indices,
         )
 
-    def _absorb(self, entry: int, position: int, features: torch.Tensor) -> None:
+    def _absorb(self, entry: int, position: int, features: torch.Tensor, token_ids: list[int]) -> None:
         """Makes verified tokens a lasting part of a row, in both caches: `features [C, M*Dt]` from `position` on."""
-        self.cache.lengths[entry] += len(features)
-        positions = torch.arange(position, position + len(features), device=features.device)
-        self.session.add_context(entry, features, positions)
+        self.cache.lengths[entry] += len(token_ids)
+        positions = torch.arange(position, position + len(token_ids), device=features.device)
+        self.session.add_context(entry, features, positions, token_ids)
 
     def output(self) -> torch.LongTensor | DSparkGenerateOutput:
         """The finished batch, padded like plain `generate`'s."""
@@ -282,11 +282,11 @@ class Decoder:
         """Writes the verified tokens into the dense cache and leaves the drafter's context with it."""
         # Plain `generate` feeds every row until the last one ends, so rows that ended before have all tokens cached.
         longest = max(len(row.new_ids) for row in self.rows)
-        ended = [entry for entry, row in enumerate(self.rows) if len(row.new_ids) < longest]
+        ended = [row for row in self.rows if len(row.new_ids) < longest]
         if ended:
             outputs = self._forward([[row.anchor_id] if len(row.new_ids) < longest else [] for row in self.rows])
-            for entry, features in zip(ended, self.view.context_features(outputs.hidden_states)[0], strict=True):
-                self._absorb(entry, self.rows[entry].anchor_position, features[None])
+            for row, features in zip(ended, self.view.context_features(outputs.hidden_states)[0], strict=True):
+                self._absorb(row.index, row.anchor_position, features[None], [row.anchor_id])
         cache, columns = self.model_kwargs["cache"], self.columns.of_slots(self.cache.lengths)
         self.cache.export_dense(cache, columns)
         self.session.write_pending(len(self.rows))

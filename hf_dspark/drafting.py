@@ -1,12 +1,12 @@
-"""Drafting: the parallel stage and the sequential stage of a round, for all active rows at once.
+"""Drafting: the sequential stage of a round, over hidden states from a proposer, for all active rows at once.
 
-Contract: a `DraftSession` lives as long as one decoding run. It holds the drafter's context cache and proposes blocks;
-what becomes of them is none of its business. The probabilities it returns are exactly those its drafts were drawn from
-(Markov-corrected, processed, restricted), which is what losslessness rests on.
+Contract: a `DraftSession` lives as long as one decoding run. It queues the drafter's context and proposes blocks; what
+becomes of them is none of its business. The probabilities it returns are exactly those its drafts were drawn from
+(Markov-corrected, processed, restricted), which is what losslessness rests on. Where hidden states come from (a
+parallel stage, or a pass a token) is left to `proposers.py`.
 
-Source: https://huggingface.co/papers/2607.05147, section 3.1, Eq. 2-7. Shape legend: R active rows, L drafted
-positions (at most K), Q slots of a block, N packed context tokens, M tapped layers, Dt target hidden, V / Vd target /
-draft vocabulary.
+Source: https://huggingface.co/papers/2607.05147, section 3.1, Eq. 4-7. Shape legend: R active rows, L drafted
+positions (at most K), M tapped layers, Dt target hidden, V / Vd target / draft vocabulary.
 """
 
 import dataclasses
@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .packed import SlabCache, packed_scope
+from .packed import SlabCache
 from .processors import RowProcessors
+from .proposers import AutoregressiveProposer, ParallelProposer, Proposer
 from .target import TargetView
 from .verification import RandomSource
 
@@ -80,8 +81,9 @@ class DraftSession:
         cache: SlabCache | None = None,
     ):
         self.view, self.do_sample, self.processors, self.random_source = view, do_sample, processors, random_source
-        self.cache = SlabCache(num_rows) if cache is None else cache
-        self._pending: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(num_rows)]
+        kind = AutoregressiveProposer if view.drafter.is_autoregressive else ParallelProposer
+        self.proposer: Proposer = kind(view, num_rows, cache)
+        self._pending: list[list[tuple[torch.Tensor, torch.Tensor, Sequence[int]]]] = [[] for _ in range(num_rows)]
         config = view.drafter.config
         self.device = device
         token_ids = view.drafter.draft_token_ids()
@@ -90,7 +92,12 @@ class DraftSession:
         self._temperatures = [1.0] * config.num_drafts if temperatures is None else temperatures
         self.caught_up = False  # whether the last context write was long: a prompt, or rounds without drafts
 
-    def add_context(self, row: int, features: torch.Tensor, positions: torch.Tensor) -> None:
+    @property
+    def cache(self) -> SlabCache:
+        """The drafter's context."""
+        return self.proposer.cache
+
+    def add_context(self, row: int, features: torch.Tensor, positions: torch.Tensor, token_ids: Sequence[int]) -> None:
         """
         Queues tapped states of newly verified tokens of a row; the next `propose` reads them.
 
@@ -98,8 +105,9 @@ class DraftSession:
             row (`int`): Active row.
             features (`torch.Tensor` of shape `[C, M*Dt]`): From [`TargetView.context_features`].
             positions (`torch.LongTensor` of shape `[C]`): Their position ids.
+            token_ids (`Sequence[int]` of length C): The tokens.
         """
-        self._pending[row].append((features, positions))
+        self._pending[row].append((features, positions, token_ids))
 
     def swap_rows(self, first: int, second: int) -> None:
         """Exchanges two rows."""
@@ -109,15 +117,13 @@ class DraftSession:
     def write_pending(self, num_rows: int) -> None:
         """Moves the queued context of the first `num_rows` rows into the cache (Eq. 2)."""
         queued = [item for row in self._pending[:num_rows] for item in row]
-        counts = [sum(len(positions) for _, positions in row) for row in self._pending[:num_rows]]
+        counts = [sum(len(token_ids) for *_, token_ids in row) for row in self._pending[:num_rows]]
         self.caught_up = max(counts) > 1 + self.view.drafter.config.num_drafts
         if not queued:
             return
-        features = torch.cat([features for features, _ in queued])
-        positions = torch.cat([positions for _, positions in queued]).to(features.device)
-        layout = self.cache.layout(counts)
-        with packed_scope(self.cache, layout):
-            self.view.drafter.write_context(features[None], positions[None], self.cache)
+        features = torch.cat([features for features, _, _ in queued])
+        positions = torch.cat([positions for _, positions, _ in queued]).to(features.device)
+        self.proposer.read(features, positions, [token for *_, token_ids in queued for token in token_ids], counts)
         for row, count in enumerate(counts):
             self.cache.lengths[row] += count
             self._pending[row] = []
@@ -142,41 +148,25 @@ class DraftSession:
             prefix ([`Prefix`]): Ids of entry r with supposed tokens after its anchor; asked only if needed.
         """
         self.write_pending(len(rows))
-        hidden = self._parallel_stage(anchor_ids, anchor_positions)[:, :num_drafts]
-        return self._sequential_stage(hidden, anchor_ids, rows, prefix)
-
-    def _parallel_stage(self, anchor_ids: Sequence[int], anchor_positions: Sequence[int]) -> torch.Tensor:
-        """Eq. 3: `[R, K, D]`, one bidirectional pass over every row's [context ; anchor, mask, ..., mask]."""
-        config, device = self.view.drafter.config, self.view.drafter.fc.weight.device
-        num_rows, num_slots = len(anchor_ids), config.block_size
-        slots = torch.full((num_rows, num_slots), config.mask_token_id, device=device)
-        slots[:, 0] = torch.tensor(anchor_ids, device=device)
-        positions = torch.tensor(anchor_positions, device=device)[:, None] + torch.arange(num_slots, device=device)
-        layout = self.cache.layout([num_slots] * num_rows, bidirectional=True)
-        with packed_scope(self.cache, layout):
-            hidden = self.view.drafter(
-                self.view.noise_embeds(slots.view(1, -1)), position_ids=positions.view(1, -1), cache=self.cache
-            )
-        # Layout B drops the anchor's slot; in layout A it predicts too.
-        return hidden.view(num_rows, num_slots, -1)[:, num_slots - config.num_drafts :]
+        self.proposer.begin(anchor_ids, anchor_positions, num_drafts)
+        return self._sequential_stage(anchor_ids, num_drafts, rows, prefix)
 
     def _sequential_stage(
-        self, hidden: torch.Tensor, anchor_ids: Sequence[int], rows: Sequence[int], prefix: Prefix
+        self, anchor_ids: Sequence[int], num_drafts: int, rows: Sequence[int], prefix: Prefix
     ) -> Drafts:
         """Eq. 4-7, left to right: correct, process, draw."""
         drafter = self.view.drafter
-        base_logits = self.view.base_logits(hidden)
         previous = torch.tensor(anchor_ids, device=self.device)
-        usable = torch.full_like(previous, hidden.shape[1])
+        usable = torch.full_like(previous, num_drafts)
         token_ids = self._token_ids if self.processors.vocabulary_free else None
         embeds, latent, state = None, None, None
         drawn: list[torch.Tensor] = []
         probs: list[torch.Tensor] = []
         confidence: list[torch.Tensor] = []
-        for position in range(hidden.shape[1]):
-            here, logits = hidden[:, position], base_logits[:, position]
+        for position in range(num_drafts):
+            here, logits = self.proposer.step(position, previous)
             if drafter.markov_head is not None:
-                embeds = drafter.markov_head.embed(previous.to(hidden.device))
+                embeds = drafter.markov_head.embed(previous.to(here.device))
                 latent, state = drafter.markov_head.step(embeds, here, state)
             if drafter.confidence_head is not None:  # before the draw: it must not see this position's draft
                 confidence.append(drafter.confidence_head(here, embeds) / self._temperatures[position])

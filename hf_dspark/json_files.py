@@ -1,6 +1,7 @@
 """JSON objects on disk: read or refused, written whole or not at all. Knows nothing about what is in them."""
 
 import json
+import math
 import os
 import tempfile
 from collections.abc import Mapping
@@ -28,3 +29,12 @@ def write_object(path: str | os.PathLike, data: Mapping[str, Any], *, indent: in
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def without_nan(value: Any) -> Any:
+    """`value` with tuples as lists and `nan`, which JSON has no word for, as `None`."""
+    if isinstance(value, Mapping):
+        return {key: without_nan(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(entry) for entry in value]
+    return None if isinstance(value, float) and math.isnan(value) else value

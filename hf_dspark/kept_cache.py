@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 
 from .modeling_dspark import DSparkDrafter
 from .packed import SlabCache
+from .proposers import EntryCache
 
 _ATTRIBUTE = "_dspark_context"
 
@@ -61,6 +62,10 @@ class KeptContext:
         if token_ids is not None:
             same = same & (self.token_ids[row][:length] == token_ids[:length])
         length = int(same.long().cumprod(0).sum())
+        if length < len(self.columns[row]) and isinstance(self.cache, EntryCache):
+            # What comes next needs the state of the token before it, and only the last one's is here.
+            self.cache.forget(row)
+            length = 0
         self.cache.lengths[row] = length
         self.columns[row], self.token_ids[row] = self.columns[row][:length], self.token_ids[row][:length]
 

@@ -14,6 +14,35 @@ from dataclasses import dataclass, field
 import torch
 
 
+@dataclass(frozen=True, slots=True)
+class BlockWindow:
+    """
+    The sliding window of a draft layer, which looks at a block and at the context before it.
+
+    Args:
+        size (`int`): The window, in tokens.
+        causal (`bool`): Whether a slot of the block sees only those before it and itself, or the whole block.
+        from_anchor (`bool`):
+            `True`: every slot of the block sees the `size` context tokens before the anchor. `False`: the window
+            moves with the slot, which itself counts as one of its `size` tokens.
+    """
+
+    size: int
+    causal: bool
+    from_anchor: bool
+
+    def hides(self, query_slots: torch.Tensor, key_slots: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
+        """
+        Which keys a query must not see, of those that full attention over context and block shows it.
+
+        Args:
+            query_slots, key_slots, anchors (`torch.LongTensor`): Places within a request (slots or positions) of the
+                queries, of the keys, and of each query's anchor; broadcast against each other.
+        """
+        hidden = key_slots < (anchors - self.size if self.from_anchor else query_slots - self.size + 1)
+        return hidden | (key_slots > query_slots) if self.causal else hidden
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedLayout:
     """
@@ -108,12 +137,15 @@ class PackedLayout:
             tokens = tokens.index_select(0, self.unpadding)
         return tokens.unsqueeze(0)
 
-    def mask(self, window: int | None, *, groups: int, dtype: torch.dtype) -> tuple[int, torch.Tensor | None]:
+    def mask(
+        self, window: int | BlockWindow | None, *, groups: int, dtype: torch.dtype
+    ) -> tuple[int, torch.Tensor | None]:
         """
         The additive mask of one kind of layer; built once per forward.
 
         Args:
-            window (`int`, *optional*): Sliding window in slots: a query sees its own and `window - 1` before it.
+            window (`int` or [`BlockWindow`], *optional*): Sliding window in slots: a query sees its own and
+                `window - 1` before it; or that of a layer that looks at draft blocks.
             groups (`int`): G; the mask repeats for each query head that shares a key/value head.
             dtype (`torch.dtype`): Floating type of the mask.
 
@@ -126,22 +158,35 @@ class PackedLayout:
             self._masks[key] = self._build_mask(window, groups, dtype)
         return self._masks[key]
 
-    def _build_mask(self, window: int | None, groups: int, dtype: torch.dtype) -> tuple[int, torch.Tensor | None]:
+    def _build_mask(
+        self, window: int | BlockWindow | None, groups: int, dtype: torch.dtype
+    ) -> tuple[int, torch.Tensor | None]:
         spans = [span for span in zip(self.starts, self.query_lengths, strict=True) if span[1]]
-        first = 0 if window is None else max(0, min(start for start, _ in spans) - window + 1)
+        of_block = window if isinstance(window, BlockWindow) else None
+        causal = not self.bidirectional or (of_block is not None and of_block.causal)
+        size = window.size if isinstance(window, BlockWindow) else window
+        first, sees_all = 0, True
+        if size is not None:
+            reach = size if of_block is not None and of_block.from_anchor else size - 1  # back from the first query
+            last = 0 if of_block is not None and of_block.from_anchor else max(length for _, length in spans) - 1
+            first = max(0, min(start for start, _ in spans) - reach)
+            sees_all = max(start for start, _ in spans) + last - reach <= first
         # A causal first query must itself be the newest token to see all; in a draft block any query sees the last.
-        sees_newest = all(start + (length if self.bidirectional else 1) == self.num_slots for start, length in spans)
-        if sees_newest and (window is None or self.num_slots - window <= first):
+        sees_newest = all(start + (1 if causal else length) == self.num_slots for start, length in spans)
+        if sees_newest and sees_all:
             return first, None
         query_slots = self.slots if self.padding is None else self.slots[self.padding]
         query_slots = query_slots.view(len(self.starts), -1)
         newest = query_slots
-        if self.bidirectional:
+        if not causal:
             ends = [start + length for start, length in zip(self.starts, self.query_lengths, strict=True)]
             newest = torch.tensor(ends, device=query_slots.device)[:, None].expand_as(query_slots) - 1
         key_slots = torch.arange(first, self.num_slots, device=query_slots.device)
         hidden = key_slots > newest[..., None]
-        if window is not None:
-            hidden |= key_slots <= query_slots[..., None] - window
+        if of_block is not None:
+            anchors = torch.tensor(self.starts, device=query_slots.device)[:, None, None]
+            hidden |= of_block.hides(query_slots[..., None], key_slots, anchors)
+        elif size is not None:
+            hidden |= key_slots <= query_slots[..., None] - size
         mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
         return first, mask.repeat(1, groups, 1).unsqueeze(1)

@@ -20,6 +20,11 @@ from .target import target_fingerprint
 
 # Fields of a drafter's config that decide what it computes, with weights of whatever values.
 _DRAFTER_FIELDS = (
+    "model_type",
+    "backbone",
+    "attention_k_eq_v",
+    "layer_types",
+    "sliding_window",
     "block_size",
     "sample_from_anchor",
     "hidden_size",

@@ -1,22 +1,20 @@
-"""The drafter: a parallel Qwen3-style backbone over [context ; block], and its heads.
+"""The DSpark drafter: a parallel backbone over [context ; block]; its heads are in `modeling_drafter.py`.
 
-Contract: `DSparkDrafter` holds weights and options, nothing about any call. `forward` is the parallel stage (Eq. 2-3):
-given embeddings of a block and the target's tapped hidden states, it returns the block's hidden states. Embeddings and
-LM head are the target's and are lent by the caller (`hf_dspark.target`). Parameter names are DeepSpec's, so that
-official folders load as they are.
+Contract: `forward` is the parallel stage (Eq. 2-3): given embeddings of a block and the target's tapped hidden states,
+it returns the block's hidden states. Parameter names are DeepSpec's, so that official folders load as they are. DFlash
+is this model too, without a Markov head (`markov_rank=0`) and, as published, with `sample_from_anchor=False`. Layers
+here are Qwen3's; those of Gemma4 are in `modeling_gemma4_layers.py`.
 
 Source: https://huggingface.co/papers/2607.05147, section 3.1. Shape legend: B batch, C context tokens, Q block slots,
 K draft positions, D hidden, M tapped layers, Dt target hidden, V / Vd target / draft vocabulary, r Markov rank.
 """
 
-import copy
-import dataclasses
+import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -30,24 +28,8 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from .configuration_dspark import DSparkConfig
-from .heads import MARKOV_HEADS, ConfidenceHead
-
-if TYPE_CHECKING:
-    from .rounds import DecodingRound
-    from .scheduling import Scheduler
-    from .sps_profile import SPSProfile
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class DecodingOptions:
-    """What a drafter view decodes with; see [`DSparkDrafter.with_options`]."""
-
-    scheduler: "Scheduler | str | None" = None
-    sps_profile: "SPSProfile | None" = None
-    max_draft_tokens: int | None = None
-    on_round: "Callable[[DecodingRound], None] | None" = None
-    generator: torch.Generator | None = None
-
+from .layout import BlockWindow
+from .modeling_drafter import Drafter
 
 RotaryEmbeddings = tuple[torch.Tensor, torch.Tensor]  # cos and sin, [B, T, Dh]
 
@@ -58,6 +40,12 @@ class DSparkAttention(Qwen3Attention):
     def __init__(self, config: DSparkConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         self.is_causal = False  # inside a block every slot sees every slot
+        self.block_window = block_window(config) if config.layer_types[layer_idx] == "sliding_attention" else None
+
+    @property
+    def implementation(self) -> str | None:
+        """Name of the attention function, where no packed forward says otherwise."""
+        return self.config._attn_implementation
 
     def keys_values(
         self, states: torch.Tensor, position_embeddings: RotaryEmbeddings
@@ -83,11 +71,18 @@ class DSparkAttention(Qwen3Attention):
             values = torch.cat([context_keys_values[1], values], dim=2)
         if cache is not None:
             keys, values = cache.update(keys, values, self.layer_idx)
-        attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
-        output, _ = attention(self, queries, keys, values, attention_mask, dropout=0.0, scaling=self.scaling)
+        attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(self.implementation, eager_attention_forward)
+        # A packed forward makes the layer's mask by `block_window`; elsewhere `attention_mask` has it.
+        window = {} if self.block_window is None else {"block_window": self.block_window}
+        output, _ = attention(self, queries, keys, values, attention_mask, dropout=0.0, scaling=self.scaling, **window)
         return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1))
+
+
+def block_window(config: DSparkConfig) -> BlockWindow | None:
+    """The window of the config's sliding layers."""
+    if config.sliding_window is None:
+        return None
+    return BlockWindow(config.sliding_window, config.sliding_block_causal, config.sliding_window_origin == "anchor")
 
 
 def rotate(states: torch.Tensor, position_embeddings: RotaryEmbeddings) -> torch.Tensor:
@@ -123,7 +118,7 @@ class DSparkDecoderLayer(GradientCheckpointingLayer):
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
-class DSparkDrafter(PreTrainedModel):
+class DSparkDrafter(Drafter):
     r"""
     A DSpark drafter. Use it as `assistant_model`:
 
@@ -139,78 +134,51 @@ class DSparkDrafter(PreTrainedModel):
     Source: https://huggingface.co/papers/2607.05147.
     """
 
-    config: DSparkConfig
     config_class = DSparkConfig
-    base_model_prefix = ""
     main_input_name = "noise_embeds"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["DSparkDecoderLayer"]
-    _supports_sdpa = True
-    _supports_attention_backend = True
-    # Frozen copies of the target's modules in published folders: the live target lends its own. Only a reduced
-    # vocabulary has an lm_head here.
-    _keys_to_ignore_on_load_unexpected = [r"^embed_tokens\.", r"^lm_head\."]
-    is_dspark_drafter = True  # what the hook looks for: a remote-code copy of this class must work too
+    _no_split_modules = ["DSparkDecoderLayer", "Gemma4DraftLayer"]
+    is_autoregressive = False
 
     def __init__(self, config: DSparkConfig):
-        super().__init__(config)
         if not config.target_layer_ids or config.mask_token_id is None:
             raise ValueError(
                 f"a drafter needs target_layer_ids and mask_token_id, got {config.target_layer_ids} and "
                 f"{config.mask_token_id}; see DSparkConfig"
             )
-        width = len(config.target_layer_ids) * config.target_hidden_size  # type: ignore[operator]  # set by the config
-        self.fc = nn.Linear(width, config.hidden_size, bias=False)
-        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.layers = nn.ModuleList([DSparkDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
-        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        super().__init__(config)
+        layer_class, norm_class = layer_classes(config)
+        self.hidden_norm = norm_class(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList([layer_class(config, i) for i in range(config.num_hidden_layers)])
+        self.norm = norm_class(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
-        self.markov_head = MARKOV_HEADS[config.markov_head_type](config) if config.markov_rank else None
-        self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
-        if config.draft_vocab_size is not None:
-            self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
-            # target_id = draft_id + d2t[draft_id]; t2d marks the target ids that can be drafted (speculators' names).
-            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
-            self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
-        self.options = DecodingOptions()
-        self.post_init()
+        self.add_heads()
 
-    @property
-    def has_own_vocabulary(self) -> bool:
-        """Whether the drafter predicts a reduced vocabulary with its own head."""
-        return self.config.draft_vocab_size is not None
-
-    def draft_token_ids(self) -> torch.LongTensor | None:
-        """`[Vd]` target id of each draft id, or `None` when they are the same."""
-        if not self.has_own_vocabulary:
-            return None
-        return self.d2t + torch.arange(self.d2t.shape[0], device=self.d2t.device)
-
-    def with_options(self, **options: Any) -> "DSparkDrafter":
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | os.PathLike | None, *model_args: Any, **kwargs: Any
+    ) -> Self:
         """
-        A view of this drafter that decodes differently. It shares every weight, costs nothing, and never meets another
-        view: options live on the view alone.
+        Loads a drafter of any layout that is read here: a folder or a Hub repository of hf_dspark, DeepSpec, NeMo,
+        speculators, SpecForge, Model-Optimizer, or of z-lab's DFlash. The layout is told from its config.
 
         Args:
-            scheduler ([`Scheduler`] or `"auto"`, *optional*): how many drafts to verify; [`Auto`] when `None`.
-            sps_profile ([`SPSProfile`], *optional*): what rounds cost on this machine; measured on first need and
-                kept in the user's cache when `None`.
-            max_draft_tokens (`int`, *optional*): upper limit of drafts a round, in tokens.
-            on_round (`Callable[[DecodingRound], None]`, *optional*): called for each row of each round, as it happens.
-            generator (`torch.Generator`, *optional*): source of randomness when sampling, else torch's global one.
+            kwargs: As in [`~transformers.PreTrainedModel.from_pretrained`]: `revision`, `subfolder`, `dtype`,
+                `device_map` ... and fields of [`DSparkConfig`] to replace.
 
         Raises:
-            TypeError: an unknown option, or a value of the wrong type.
-            ValueError: `max_draft_tokens` below 1, or a scheduler name other than "auto".
+            ValueError: the layout is not read here, or config and tensors contradict each other; the message says
+                what was found.
         """
-        known = [field.name for field in dataclasses.fields(DecodingOptions)]
-        if unknown := sorted(set(options) - set(known)):
-            raise TypeError(f"unknown options {unknown}; allowed are {known}")
-        merged = dataclasses.replace(self.options, **options)
-        check_options(merged)
-        view = copy.copy(self)  # nn.Module's __dict__ is copied one level deep: parameters and modules are shared
-        view.options = merged
-        return view
+        if pretrained_model_name_or_path is not None and kwargs.get("config") is None:
+            from .formats.loading import foreign_arguments
+
+            if (foreign := foreign_arguments(pretrained_model_name_or_path, kwargs)) is not None:
+                loaded = super().from_pretrained(None, *model_args, **foreign)
+                drafter = loaded[0] if isinstance(loaded, tuple) else loaded  # with `output_loading_info`
+                drafter.name_or_path = drafter.config.name_or_path = str(pretrained_model_name_or_path)
+                return loaded
+        return super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
 
     def combine_context(self, context_hidden_states: torch.Tensor) -> torch.Tensor:
         """Eq. 2: tapped target states `[..., M*Dt]` -> the context that every layer reads, `[..., D]`."""
@@ -234,7 +202,8 @@ class DSparkDrafter(PreTrainedModel):
                 it when `cache` already holds the context (see `write_context`).
             position_ids (`torch.LongTensor` of shape `(B, Q)`): absolute positions of the slots.
             context_position_ids (`torch.LongTensor` of shape `(B, C)`, *optional*): those of the context.
-            attention_mask (`torch.Tensor` of shape `(B, 1, Q, C + Q)`, *optional*): additive; `None` sees all.
+            attention_mask (`torch.Tensor` of shape `(B, 1, Q, C + Q)`, *optional*): additive, or bool (`True` is
+                visible); `None` sees all. Sliding layers narrow it themselves, Q being a number of whole blocks.
             cache ([`~transformers.Cache`], *optional*): keys and values of the context.
 
         Returns:
@@ -245,12 +214,37 @@ class DSparkDrafter(PreTrainedModel):
             context = self.combine_context(context_hidden_states)
             context_embeddings = self.rotary_emb(noise_embeds, context_position_ids)
         position_embeddings = self.rotary_emb(noise_embeds, position_ids)
-        hidden_states = noise_embeds
+        hidden_states, sliding_mask = noise_embeds, attention_mask
+        if cache is None and self.config.sliding_window is not None:
+            sliding_mask = self.sliding_mask(attention_mask, position_ids, context_position_ids, noise_embeds.dtype)
         for layer in self.layers:
-            hidden_states = layer(
-                hidden_states, context, position_embeddings, context_embeddings, attention_mask, cache
-            )
+            mask = attention_mask if layer.self_attn.block_window is None else sliding_mask
+            hidden_states = layer(hidden_states, context, position_embeddings, context_embeddings, mask, cache)
         return self.norm(hidden_states)
+
+    def sliding_mask(
+        self,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.LongTensor,
+        context_position_ids: torch.LongTensor | None,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """`attention_mask`, of the same kind or additive, without what sliding layers do not see."""
+        window, size = block_window(self.config), self.config.block_size
+        if window is None or position_ids.shape[-1] % size:
+            raise ValueError(f"sliding layers need whole blocks of {size} slots, got {position_ids.shape[-1]} slots")
+        if attention_mask is not None and not isinstance(attention_mask, torch.Tensor):
+            raise NotImplementedError(
+                "sliding draft layers need a dense attention mask; set the drafter's attn_implementation to 'sdpa'"
+            )
+        anchors = position_ids[..., ::size].repeat_interleave(size, dim=-1)
+        keys = position_ids if context_position_ids is None else torch.cat([context_position_ids, position_ids], -1)
+        hidden = window.hides(position_ids[..., None], keys[..., None, :], anchors[..., None])[:, None]
+        if attention_mask is None:
+            attention_mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+        if attention_mask.dtype == torch.bool:
+            return attention_mask & ~hidden
+        return attention_mask.masked_fill(hidden, torch.finfo(attention_mask.dtype).min)
 
     def write_context(
         self, context_hidden_states: torch.Tensor, context_position_ids: torch.LongTensor, cache: Cache
@@ -261,44 +255,11 @@ class DSparkDrafter(PreTrainedModel):
         for layer in self.layers:
             cache.update(*layer.self_attn.keys_values(context, position_embeddings), layer.self_attn.layer_idx)
 
-    def teacher_forced(
-        self, hidden: torch.Tensor, base_logits: torch.Tensor, previous_ids: torch.LongTensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """
-        The sequential stage over known previous tokens (Eq. 4-7), for training and scoring.
 
-        Args:
-            hidden (`torch.Tensor` of shape `(..., K, D)`), base_logits (`torch.Tensor` of shape `(..., K, Vd)`),
-            previous_ids (`torch.LongTensor` of shape `(..., K)`): target ids x_{k-1}.
+def layer_classes(config: DSparkConfig) -> tuple[type[nn.Module], type[nn.Module]]:
+    """Layers and norms of the config's backbone."""
+    if config.backbone == "gemma4":
+        from .modeling_gemma4_layers import Gemma4DraftLayer, Gemma4RMSNorm
 
-        Returns:
-            draft logits `(..., K, Vd)` and confidence logits `(..., K)` (or `None` without that head).
-        """
-        embeds = None
-        if self.markov_head is not None:
-            embeds = self.markov_head.embed(previous_ids)
-            base_logits = base_logits + self.markov_head.bias(self.markov_head.scan(embeds, hidden))
-        confidence = None if self.confidence_head is None else self.confidence_head(hidden, embeds)
-        return base_logits, confidence
-
-
-def check_options(options: DecodingOptions) -> None:
-    """Raises `TypeError` / `ValueError` for options that could not be decoded with."""
-    if isinstance(options.scheduler, str):
-        if options.scheduler != "auto":
-            raise ValueError(f'scheduler={options.scheduler!r}; the only name is "auto", all others are objects')
-    elif options.scheduler is not None and (
-        isinstance(options.scheduler, type) or not hasattr(options.scheduler, "verify_lengths")
-    ):
-        raise TypeError(f'scheduler must be "auto" or a Scheduler such as FixedLength(3), got {options.scheduler!r}')
-    if options.sps_profile is not None and not hasattr(options.sps_profile, "round_seconds"):
-        raise TypeError(f"sps_profile must be an SPSProfile or None, got {options.sps_profile!r}")
-    if options.max_draft_tokens is not None:
-        if not isinstance(options.max_draft_tokens, int) or isinstance(options.max_draft_tokens, bool):
-            raise TypeError(f"max_draft_tokens must be an int or None, got {options.max_draft_tokens!r}")
-        if options.max_draft_tokens < 1:
-            raise ValueError(f"max_draft_tokens={options.max_draft_tokens} must be at least 1")
-    if options.on_round is not None and not callable(options.on_round):
-        raise TypeError(f"on_round must be callable with a DecodingRound, got {options.on_round!r}")
-    if options.generator is not None and not isinstance(options.generator, torch.Generator):
-        raise TypeError(f"generator must be a torch.Generator or None, got {options.generator!r}")
+        return Gemma4DraftLayer, Gemma4RMSNorm
+    return DSparkDecoderLayer, Qwen3RMSNorm

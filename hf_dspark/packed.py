@@ -27,7 +27,7 @@ from torch import nn
 from transformers.modeling_utils import AttentionInterface
 
 from .gate import has_sliding_window, supports_packed
-from .layout import PackedLayout
+from .layout import BlockWindow, PackedLayout
 from .slab import PackedForward, SlabCache
 
 __all__ = [
@@ -82,6 +82,7 @@ def packed_attention(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
+    block_window: BlockWindow | None = None,
     layout: PackedLayout | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -98,6 +99,7 @@ def packed_attention(
         sliding_window (`int`, *optional*): A query sees its own slot and the `sliding_window - 1` before it.
         softcap (`float`, *optional*): Soft cap on the scores.
         s_aux (`torch.Tensor` of shape `[Hq]`, *optional*): Attention sinks, one extra score per head.
+        block_window ([`BlockWindow`], *optional*): The window of a draft layer, in place of `sliding_window`.
         layout ([`PackedLayout`], *optional*): Defaults to the layout of the running forward.
 
     Returns:
@@ -116,7 +118,8 @@ def packed_attention(
         layout = forward.note_attention(key, attention_mask, sliding_window)
     layout = layout.to(query.device)
     groups = query.shape[1] // key.shape[1]
-    first, mask = layout.mask(sliding_window, groups=groups, dtype=query.dtype)
+    window = sliding_window if block_window is None else block_window
+    first, mask = layout.mask(window, groups=groups, dtype=query.dtype)
     if first:
         key, value = key[:, :, first:], value[:, :, first:]
     folded = layout.fold(query, key.shape[1])

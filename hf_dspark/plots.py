@@ -13,6 +13,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from .calibration_report import CalibrationReport, PositionQuality
+    from .evaluation_figures import SetFigures
     from .sps_profile import SPSProfile
 
 
@@ -127,6 +128,7 @@ def plot_reliability(reports: "Sequence[CalibrationReport]", path: str | os.Path
     num_drafts = max(len(report.after) for report in reports)
     figure = new_figure(figsize=(0.8 + 2.3 * num_drafts, 0.5 + 2.75 * len(reports)))
     rows = figure.subplots(len(reports), num_drafts, sharex=True, sharey=True, squeeze=False)
+    names = dict.fromkeys(f"{report.dataset}, {report.num_rounds} rounds ({report.mode})" for report in reports)
     for row, report in zip(rows, reports, strict=True):
         for axes in row[len(report.after) :]:
             axes.set_visible(False)
@@ -145,12 +147,13 @@ def plot_reliability(reports: "Sequence[CalibrationReport]", path: str | os.Path
             )
             axes.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
             axes.grid(alpha=0.2)
-        row[0].set_ylabel(f"{report.mode}: observed", fontsize="medium")
+        name = report.mode if len(names) <= 2 else f"{report.dataset}, {report.mode}"
+        row[0].set_ylabel(f"{name}: observed", fontsize="medium")
     for axes in rows[-1]:
         axes.set_xlabel("predicted", fontsize="medium")
     rows[0][0].legend(frameon=False, fontsize="small", loc="lower right")
-    names = dict.fromkeys(f"{report.dataset}, {report.num_rounds} rounds ({report.mode})" for report in reports)
-    figure.suptitle("Survival of the first k drafts. " + "; ".join(names), fontsize="small")
+    title = "Survival of the first k drafts. " + ("; ".join(names) if len(names) <= 2 else "")
+    figure.suptitle(title, fontsize="small")
     save_figure(figure, path)
 
 
@@ -159,3 +162,95 @@ def _draw_bins(axes: Any, quality: "PositionQuality", num_rounds: int, *, color:
     axes.plot(predicted, observed, color=color, linewidth=1, label=label)
     sizes = [6 + 60 * (each.num_rounds / num_rounds) ** 0.5 for each in quality.bins]
     axes.scatter(predicted, observed, s=sizes, color=color, alpha=0.7, linewidths=0)
+
+
+FEW_ROUNDS = 30  # a share of fewer is drawn hollow
+
+
+def plot_conditional_acceptance(results: "Sequence[SetFigures]", path: str | os.PathLike) -> None:
+    """
+    Conditional acceptance at each draft, a curve for each drafter and a panel for each set (across) and temperature
+    (down): Fig. 2 of the paper. Points of fewer than 30 rounds are hollow.
+
+    Args:
+        results (`Sequence[SetFigures]`): What to show.
+        path (`str` or `os.PathLike`): Where the PNG goes.
+
+    Raises:
+        ImportError: matplotlib is not there.
+        ValueError: there is no result.
+    """
+    figure, panels = _panels(results)
+    for (dataset, temperature), (axes,) in panels.items():
+        for color, result in _curves(results, dataset, temperature):
+            positions = np.arange(1, len(result.conditional_acceptance) + 1)
+            values, reached = np.array(result.conditional_acceptance), np.array(result.num_reached)
+            axes.plot(positions, values, color=color, linewidth=1.5, label=result.drafter)
+            for enough, face in ((reached >= FEW_ROUNDS, color), (reached < FEW_ROUNDS, "white")):
+                axes.scatter(positions[enough], values[enough], s=22, facecolor=face, edgecolor=color, zorder=3)
+            axes.set_xticks(positions)
+        axes.set(ylim=(0, 1.03), title=f"{dataset}, T = {temperature:g}", xlabel="draft")
+    _finish(figure, panels, ("accepted, if all before were",))
+    save_figure(figure, path)
+
+
+def plot_thresholds(results: "Sequence[SetFigures]", path: str | os.PathLike) -> None:
+    """
+    Share of the verified drafts that stand, and drafts verified a round, against the confidence threshold; a curve for
+    each drafter, panels for each set (across) and temperature (down): Fig. 5 of the paper.
+
+    Args:
+        results (`Sequence[SetFigures]`): What to show.
+        path (`str` or `os.PathLike`): Where the PNG goes.
+
+    Raises:
+        ImportError: matplotlib is not there.
+        ValueError: there is no result.
+    """
+    figure, panels = _panels(results, each=2)
+    num_drafts = max(len(result.acceptance) for result in results)
+    for (dataset, temperature), (rates, lengths) in panels.items():
+        for color, result in _curves(results, dataset, temperature):
+            thresholds = [each.threshold for each in result.thresholds]
+            rates.plot(thresholds, [t.verify_rate for t in result.thresholds], "o-", color=color, label=result.drafter)
+            lengths.plot(thresholds, [t.verify_length for t in result.thresholds], "o-", color=color)
+        rates.set(ylim=(0, 1.03), title=f"{dataset}, T = {temperature:g}")
+        lengths.set(ylim=(0, num_drafts), xlabel="confidence threshold")
+        rates.sharex(lengths)  # where nothing was verified there is no rate
+    _finish(figure, panels, ("verified drafts accepted", "drafts verified a round"))
+    save_figure(figure, path)
+
+
+def _panels(results: "Sequence[SetFigures]", each: int = 1) -> tuple[Any, dict[tuple[str, float], list[Any]]]:
+    """A figure, and the `each` axes, one below the other, of every set and temperature."""
+    if not results:
+        raise ValueError("no results to draw; give one at least")
+    sets = list(dict.fromkeys(result.dataset for result in results))
+    temperatures = list(dict.fromkeys(result.temperature for result in results))
+    figure = new_figure(figsize=(1.2 + 2.9 * len(sets), 0.6 + 2.4 * each * len(temperatures)))
+    grid = figure.subplots(each * len(temperatures), len(sets), squeeze=False)
+    return figure, {
+        (dataset, temperature): list(grid[each * row : each * (row + 1), column])
+        for row, temperature in enumerate(temperatures)
+        for column, dataset in enumerate(sets)
+    }
+
+
+def _curves(results: "Sequence[SetFigures]", dataset: str, temperature: float) -> "list[tuple[str, SetFigures]]":
+    """Results of a panel, each with the colour of its drafter."""
+    drafters = list(dict.fromkeys(result.drafter for result in results))
+    return [
+        (f"C{drafters.index(r.drafter)}", r) for r in results if (r.dataset, r.temperature) == (dataset, temperature)
+    ]
+
+
+def _finish(figure: Any, panels: dict[tuple[str, float], list[Any]], labels: Sequence[str]) -> None:
+    """Grids, the labels of the first column, and one legend."""
+    first_set = next(iter(panels))[0]
+    for (dataset, _), axes in panels.items():
+        for each, label in zip(axes, labels, strict=True):
+            each.grid(alpha=0.25)
+            if dataset == first_set:
+                each.set_ylabel(label)
+    handles, names = next(iter(panels.values()))[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=min(len(names), 4), frameon=False)

@@ -30,7 +30,8 @@ class Prefill:
         earlier ([`KeptContext`], *optional*): The drafter's context of an earlier turn.
         columns ([`DenseColumns`]): Where the prompt stands in the dense cache.
         last_positions (`list[int]`): Position id of every row's last prompt token.
-        context (`list[list[tuple]]`): For each row, pairs of tapped states `[C, M*Dt]` and position ids `[C]`.
+        context (`list[list[tuple]]`): For each row, tapped states `[C, M*Dt]`, position ids `[C]` and the C tokens of
+            one or two parts of it, as [`DraftSession.add_context`] takes them.
         logits (`torch.Tensor` of shape `[R, V]`): Of the first new token, float32.
         hidden_states (`tuple`): As the target returned them.
     """
@@ -39,7 +40,7 @@ class Prefill:
     earlier: KeptContext | None
     columns: DenseColumns
     last_positions: list[int]
-    context: list[list[tuple[torch.Tensor, torch.Tensor]]]
+    context: list[list[tuple[torch.Tensor, torch.Tensor, list[int]]]]
     logits: torch.Tensor
     hidden_states: tuple[torch.Tensor | None, ...]
 
@@ -71,7 +72,9 @@ def prefill(
     width = outputs.cache.get_seq_length()
     mask, positions = real_tokens(input_ids, model_kwargs, width)
     earlier, context = earlier_context(view, input_ids, model_kwargs, mask, positions, cached)
-    fresh = by_row(view.context_features(outputs.hidden_states), positions[:, cached:], mask[:, cached:])
+    # Embeddings given as a prompt have no ids. They are 0 here, which costs nothing but acceptance.
+    ids = torch.nn.functional.pad(input_ids, (width - input_ids.shape[1], 0))[:, cached:]
+    fresh = by_row(view.context_features(outputs.hidden_states), positions[:, cached:], ids, mask[:, cached:])
     cache = SlabCache(len(mask))
     cache.import_dense(outputs.cache, mask)
     return Prefill(
@@ -105,11 +108,12 @@ def real_columns(mask: torch.Tensor) -> list[torch.Tensor]:
     return [row.nonzero().squeeze(1) for row in mask.cpu()]
 
 
-def by_row(features: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> list[tuple]:
-    """`features [R, W, M*Dt]` and `positions [R, W]` -> for each row those of its real tokens."""
+def by_row(features: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor) -> list[tuple]:
+    """`features [R, W, M*Dt]`, `positions [R, W]` and `ids [R, W]` -> for each row those of its real tokens."""
     home = features.device
     return [
-        (row[kept.to(home)], where[kept].to(home)) for row, where, kept in zip(features, positions, mask, strict=True)
+        (row[kept.to(home)], where[kept].to(home), what[kept].tolist())
+        for row, where, what, kept in zip(features, positions, ids, mask, strict=True)
     ]
 
 
@@ -144,4 +148,5 @@ def earlier_context(
         output_hidden_states=view.hidden_state_indices,
         use_cache=False,
     ).hidden_states
-    return kept, [[row] for row in by_row(view.context_features(hidden_states), positions[:, :cached], missing)]
+    features = view.context_features(hidden_states)
+    return kept, [[row] for row in by_row(features, positions[:, :cached], input_ids[:, :cached], missing)]

@@ -182,7 +182,7 @@ class DraftStep:
         cache.lengths = [start] * cache.num_rows
         positions = torch.arange(start, start + CONTEXT_PER_ROUND, device=self.device)
         for row in range(num_rows):
-            self.session.add_context(row, self._features, positions)
+            self.session.add_context(row, self._features, positions, self._anchors[:1] * CONTEXT_PER_ROUND)
         drafts = self.session.propose(
             self._anchors[:num_rows],
             [start + CONTEXT_PER_ROUND] * num_rows,

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from .modeling_dspark import DSparkDrafter
+from .modeling_drafter import Drafter
 
 
 class TargetView:
@@ -25,13 +25,13 @@ class TargetView:
 
     Args:
         target ([`~transformers.PreTrainedModel`]): a decoder-only language model.
-        drafter ([`DSparkDrafter`]): the drafter that reads it.
+        drafter ([`Drafter`]): the drafter that reads it.
 
     Raises:
         ValueError: the two do not fit; the message names both values.
     """
 
-    def __init__(self, target: PreTrainedModel, drafter: DSparkDrafter):
+    def __init__(self, target: PreTrainedModel, drafter: Drafter):
         self.target, self.drafter, self.device = target, drafter, target.device
         config, text_config = drafter.config, target.config.get_text_config()
         if config.target_hidden_size != text_config.hidden_size:
@@ -51,7 +51,7 @@ class TargetView:
         if self.lm_head is None:
             raise ValueError(f"{type(target).__name__} has no output embeddings; a language model is needed")
         rows = getattr(self.embed_tokens, "num_embeddings", None)
-        if rows is not None and config.mask_token_id >= rows:
+        if rows is not None and config.mask_token_id is not None and config.mask_token_id >= rows:
             raise ValueError(f"mask_token_id={config.mask_token_id} is outside the target's {rows} token embeddings")
         if config.target_fingerprint and config.target_fingerprint != target_fingerprint(target):
             warnings.warn(
@@ -84,17 +84,23 @@ class TargetView:
 
     def noise_embeds(self, token_ids: torch.LongTensor) -> torch.Tensor:
         """Embeds target token ids `[...]` with the target's own module -> `[..., D]` in the drafter's dtype."""
-        home = self.drafter.fc.weight
-        return self.embed_tokens(self.to_target(token_ids)).to(device=home.device, dtype=home.dtype)
+        home, scale = self.drafter.fc.weight, self.drafter.config.embedding_scale
+        embeds = self.embed_tokens(self.to_target(token_ids)).to(device=home.device, dtype=home.dtype)
+        if scale is not None:  # other than what the target's module (Gemma's) multiplies its rows by
+            scale /= float(getattr(self.embed_tokens, "scalar_embed_scale", 1.0))
+        return embeds if scale is None or scale == 1 else embeds * scale
 
     def base_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states `[..., D]` -> logits `[..., Vd]` in float32: U_k, before any Markov bias."""
+        """Hidden states `[..., D]` -> logits `[..., Vd]` in float32: U_k (soft-capped), before any Markov bias."""
         if self.drafter.has_own_vocabulary:
-            return self.lm_head(hidden).float()
-        logits = self.lm_head(self.to_target(hidden.to(self.target.dtype)))
-        logits = logits.to(device=hidden.device, dtype=torch.float32)
-        # Padded vocabularies may differ by unused rows (151936 / 152064): what one side lacks cannot be drafted.
-        return logits[..., : self.drafter.config.vocab_size]
+            logits = self.lm_head(hidden).float()
+        else:
+            logits = self.lm_head(self.to_target(hidden.to(self.target.dtype)))
+            logits = logits.to(device=hidden.device, dtype=torch.float32)
+            # Padded vocabularies may differ by unused rows (151936 / 152064): what one side lacks cannot be drafted.
+            logits = logits[..., : self.drafter.config.vocab_size]
+        cap = self.drafter.config.final_logit_softcapping
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 def check_draft_vocabulary(token_ids: torch.LongTensor | None, vocab_size: int) -> None:

@@ -37,6 +37,13 @@ CALIBRATED_FLOORS, EQUAL_FLOORS = 1.5, 0.1
 COARSE_STEPS, FINE_STEPS = 33, 17
 
 
+def confidence_logits(confidence: "Numbers") -> np.ndarray:
+    """Logits of float32 confidences (as float64); one that was rounded to 0 or 1 becomes the nearest that is not."""
+    float32 = np.finfo(np.float32)
+    values = np.asarray(confidence, dtype=np.float64).clip(float(float32.tiny), 1 - float(float32.eps) / 2)
+    return np.log(values) - np.log1p(-values)
+
+
 def prefix_survival(logits: "Numbers", temperatures: Sequence[float] | None = None) -> np.ndarray:
     """
     Predicted survival of each prefix, the product of `sigmoid(logit / T)` up to each position (Eq. 7).

@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import PreTrainedModel
 
-from hf_dspark import DecodingRound, DSparkConfig, DSparkDrafter
+from hf_dspark import DecodingRound, DSparkDrafter
 from hf_dspark.drafting import Drafts, DraftSession
+from hf_dspark.modeling_autoregressive import AutoregressiveDrafter
+from hf_dspark.modeling_drafter import Drafter
 from tests.tiny import PAD_ID, VOCAB_SIZE
 
 Script = Callable[[int, list[int], int], list[int]]
@@ -20,8 +22,13 @@ Script = Callable[[int, list[int], int], list[int]]
 
 MASK_ID = 2
 
+AUTOREGRESSIVE = {"kind": AutoregressiveDrafter, "num_hidden_layers": 1, "markov_rank": 0, "mask_token_id": None}
+"""Makes `tiny_drafter` an autoregressive one."""
 
-def tiny_drafter(target: PreTrainedModel, *, seed: int = 0, **overrides) -> DSparkDrafter:
+
+def tiny_drafter(
+    target: PreTrainedModel, *, seed: int = 0, kind: type[Drafter] = DSparkDrafter, **overrides
+) -> DSparkDrafter:
     """A small random drafter for `target`; a reduced draft vocabulary is spread evenly over the whole."""
     text_config = target.config.get_text_config()
     settings = {
@@ -44,7 +51,7 @@ def tiny_drafter(target: PreTrainedModel, *, seed: int = 0, **overrides) -> DSpa
     }
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        drafter = DSparkDrafter(DSparkConfig(**settings | overrides)).eval()
+        drafter = kind(kind.config_class(**settings | overrides)).eval()
     if drafter.has_own_vocabulary:
         draft_ids = torch.arange(drafter.config.draft_vocab_size)
         shared_vocab_size = min(drafter.config.vocab_size, text_config.vocab_size)

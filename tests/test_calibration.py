@@ -14,11 +14,11 @@ from hf_dspark.calibration import (
     collect_rounds,
     evaluate_calibration,
     load_sglang,
-    raw_view,
     save_calibration,
     store_calibration,
 )
 from hf_dspark.calibration_report import CalibrationReport, temperatures_from_sglang
+from hf_dspark.recording import raw_view
 from tests.drafters import BigramPair, generate, left_padded, scripted, tiny_drafter
 from tests.tiny import tiny_target
 

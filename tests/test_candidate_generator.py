@@ -7,7 +7,7 @@ from transformers import GenerationMixin
 import hf_dspark.generation
 from hf_dspark import ConfidenceThreshold, DSparkCandidateGenerator, FixedLength
 from hf_dspark.drafting import DraftSession
-from tests.drafters import assert_drafted, generate, k_oracle, left_padded, oracle, tiny_drafter
+from tests.drafters import AUTOREGRESSIVE, assert_drafted, generate, k_oracle, left_padded, oracle, tiny_drafter
 from tests.tiny import tiny_target
 
 
@@ -39,6 +39,7 @@ DRAFTERS = {
     "layout B": {"sample_from_anchor": False},
     "reduced vocabulary": {"draft_vocab_size": 20},
     "top-k head": {"draft_top_k": 6},
+    "autoregressive": AUTOREGRESSIVE,
 }
 
 

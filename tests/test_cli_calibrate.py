@@ -2,12 +2,11 @@
 
 import json
 import re
-from types import SimpleNamespace
 
 import pytest
 
 from hf_dspark import DSparkDrafter, cli
-from hf_dspark.cli.calibrate import encode, read_prompts
+from hf_dspark.cli.calibrate import read_prompts
 from hf_dspark.demo import DRAFTER_FOLDER
 from hf_dspark.plots import plot_reliability
 from tests.drafters import tiny_drafter
@@ -166,21 +165,13 @@ def test_rows_are_chosen_by_number_and_long_prompts_left_out(tmp_path):
     texts = [f"row {number}" for number in range(10)]
     texts[4], texts[7] = "x" * 3001, "seven\u2028lines"
     path.write_text("\n".join(json.dumps({"turns": [text]}, ensure_ascii=False) for text in texts), encoding="utf-8")
-    assert read_prompts([path], every=3, offset=1, limit=None) == ["row 1", "seven\u2028lines"]
-    assert read_prompts([path, path], every=5, offset=0, limit=1) == ["row 0", "row 0"]
+    assert contents_of(read_prompts([path], every=3, offset=1, limit=None)) == ["row 1", "seven\u2028lines"]
+    assert contents_of(read_prompts([path, path], every=5, offset=0, limit=1)) == ["row 0", "row 0"]
 
 
-def test_a_chat_template_is_used_where_there_is_one():
-    seen = []
-
-    def apply_chat_template(chat, **options):
-        seen.append((chat, options))
-        return {"input_ids": [1, 2, 3]}
-
-    tokenizer = SimpleNamespace(chat_template="{{ }}", apply_chat_template=apply_chat_template)
-    assert encode(tokenizer, ["hello"]) == [[1, 2, 3]]
-    ((chat, options),) = seen
-    assert chat == [{"role": "user", "content": "hello"}] and options["add_generation_prompt"]
+def contents_of(conversations):
+    assert all(len(conversation) == 1 for conversation in conversations)
+    return [message["content"] for (message,) in conversations]
 
 
 def test_a_picture_of_nothing_is_refused(tmp_path):

@@ -39,7 +39,14 @@ def test_layout_a_drafts_the_whole_block_and_layout_b_one_less():
         ({"mask_token_id": 64}, "mask_token_id=64"),
         ({"draft_vocab_size": 65}, "draft_vocab_size=65"),
         ({"draft_top_k": 0}, "draft_top_k=0"),
-        ({"layer_types": ["sliding_attention"]}, "full_attention"),
+        ({"layer_types": ["sliding_attention"]}, "sliding_window"),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 0}, "at least 1 token"),
+        ({"layer_types": ["linear_attention"]}, "full_attention"),
+        ({"layer_types": ["full_attention"] * 2}, "1 draft layers"),
+        ({"sliding_window_origin": "block"}, "anchor"),
+        ({"backbone": "llama"}, "gemma4"),
+        ({"attention_k_eq_v": True}, "gemma4"),
+        ({"final_logit_softcapping": 0.0}, "final_logit_softcapping"),
         ({"confidence_temperatures": {"greedy": [1.0]}}, "4 positive numbers"),
         ({"confidence_temperatures": {"warm": [1.0] * 4}}, "'greedy' and 'sampling'"),
         ({"confidence_temperatures": {"greedy": [1.0, 1.0, 0.0, 1.0]}}, "4 positive numbers"),
@@ -82,9 +89,7 @@ def test_a_config_survives_saving_and_loading(tmp_path):
     "published",
     [
         {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
-        {"speculators_model_type": "dspark", "architectures": ["DSparkSpeculator"]},
-        {"model_type": "qwen3", "architectures": ["DFlashDraftModel"], "dflash_config": {"mask_token_id": 1}},
-        {"model_type": "gemma4_text", "architectures": ["Gemma4DSparkModel"]},
+        {"model_type": "llama", "architectures": ["SomethingElse"]},
     ],
 )
 def test_a_layout_that_is_not_read_is_refused_and_named(tmp_path, published):

@@ -21,6 +21,7 @@ from hf_dspark import ConfidenceThreshold, FixedLength, Scheduler, decoding
 from hf_dspark.decoding import Decoder
 from hf_dspark.drafting import DraftSession
 from tests.drafters import (
+    AUTOREGRESSIVE,
     BigramPair,
     anti_oracle,
     assert_drafted,
@@ -46,6 +47,9 @@ HEADS = {
     "top-k head": {"draft_top_k": 6},
     "reduced vocabulary and top-k head": {"draft_vocab_size": 20, "draft_top_k": 6},
     "embeddings tapped": {"target_layer_ids": [-1, 1]},
+    "autoregressive": AUTOREGRESSIVE,
+    "autoregressive, no confidence head": AUTOREGRESSIVE | {"enable_confidence_head": False},
+    "autoregressive, reduced vocabulary": AUTOREGRESSIVE | {"draft_vocab_size": 20},
 }
 
 
@@ -397,6 +401,7 @@ DRAFTERS = {
     "top-k head": ({"draft_top_k": 2}, 0.7),
     "rnn": ({"seed": 5, "markov_head_type": "rnn", "confidence_temperatures": {"sampling": [0.5, 2.0]}}, 0.22),
     "layout B": ({"block_size": 3, "sample_from_anchor": False}, 0.58),
+    "autoregressive": (AUTOREGRESSIVE, 0.06),
 }
 
 

@@ -6,7 +6,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper
 
 from hf_dspark.drafting import DraftSession
 from hf_dspark.target import TargetView
-from tests.drafters import assert_drafted, generate, k_oracle, left_padded, tiny_drafter
+from tests.drafters import AUTOREGRESSIVE, assert_drafted, generate, k_oracle, left_padded, tiny_drafter
 from tests.tiny import tiny_target
 
 HEADS = {
@@ -20,7 +20,51 @@ HEADS = {
     "top-k head": {"draft_top_k": 6},
     "reduced vocabulary and top-k head": {"draft_vocab_size": 20, "draft_top_k": 6},
     "embeddings tapped": {"target_layer_ids": [1, -1, 0]},
+    "sliding from the anchor, causal": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3},
+    "sliding with the slot": {
+        "layer_types": ["full_attention", "sliding_attention"],
+        "sliding_window": 3,
+        "sliding_window_origin": "slot",
+        "sliding_block_causal": False,
+    },
+    "sliding, wider than the text": {"layer_types": ["sliding_attention"] * 2, "sliding_window": 99},
+    "gemma4": {"backbone": "gemma4", "final_logit_softcapping": 3.0, "embedding_scale": 2.0},
+    "gemma4, keys as values": {"backbone": "gemma4", "attention_k_eq_v": True, "sample_from_anchor": False},
+    "autoregressive": AUTOREGRESSIVE,
+    "autoregressive without confidence": AUTOREGRESSIVE | {"enable_confidence_head": False},
+    "autoregressive, reduced vocabulary and top-k head": AUTOREGRESSIVE | {"draft_vocab_size": 20, "draft_top_k": 6},
 }
+
+
+def slow_block(view, features, ids, previous):
+    """Hidden states `[1, K, D]` of a parallel drafter, given the text's features `[1, T, M*Dt]` and the anchor."""
+    config, length = view.drafter.config, ids.shape[1]
+    block = torch.tensor([[int(previous[0, 0])] + [config.mask_token_id] * (config.block_size - 1)])
+    hidden = view.drafter(
+        view.noise_embeds(block),
+        context_hidden_states=features,
+        position_ids=torch.arange(length, length + config.block_size)[None],
+        context_position_ids=torch.arange(length)[None],
+    )
+    return hidden[:, config.block_size - config.num_drafts :][:, : previous.shape[1]]
+
+
+def slow_steps(view, features, ids, previous):
+    """
+    Hidden states `[1, K, D]` of an autoregressive drafter: before every step all entries from the first on are run
+    again, each a token and the state before it, which is the target's up to the anchor and the drafter's own after it.
+    """
+    fused = view.drafter.fc(features)
+    states, hidden = [fused.new_zeros(1, 1, fused.shape[2]), fused], []
+    for step in range(previous.shape[1]):
+        entries = torch.cat([ids, previous[:, : step + 1]], dim=1)
+        length = entries.shape[1]
+        causal = torch.full((length, length), float("-inf")).triu(1)[None, None]
+        positions = torch.arange(length)[None]
+        output = view.drafter(view.noise_embeds(entries), torch.cat(states, dim=1), positions, causal)[:, -1:]
+        states.append(output)
+        hidden.append(view.drafter.norm(output))
+    return torch.cat(hidden, dim=1)
 
 
 def slow_logits(target, drafter, text, anchor_id, draft_ids):
@@ -29,19 +73,12 @@ def slow_logits(target, drafter, text, anchor_id, draft_ids):
     model over everything, no cache, nothing packed.
     """
     view, config, num_drafts = TargetView(target, drafter), drafter.config, len(draft_ids)
-    ids = torch.tensor([text])
+    ids, previous = torch.tensor([text]), torch.tensor([[anchor_id, *draft_ids[:-1]]])
+    slow_hidden = slow_steps if drafter.is_autoregressive else slow_block
     with torch.no_grad():
         hidden_states = target(ids, output_hidden_states=view.hidden_state_indices, use_cache=False).hidden_states
-        block = torch.tensor([[anchor_id] + [config.mask_token_id] * (config.block_size - 1)])
-        hidden = drafter(
-            view.noise_embeds(block),
-            context_hidden_states=view.context_features(hidden_states),
-            position_ids=torch.arange(len(text), len(text) + config.block_size)[None],
-            context_position_ids=torch.arange(len(text))[None],
-        )
-        hidden = hidden[:, config.block_size - config.num_drafts :][:, :num_drafts]
+        hidden = slow_hidden(view, view.context_features(hidden_states), ids, previous)
         base = view.base_logits(hidden)
-        previous = torch.tensor([[anchor_id, *draft_ids[:-1]]])
         logits, confidence = drafter.teacher_forced(hidden, base, previous)
     if config.draft_top_k is not None:
         kept = base.topk(config.draft_top_k, dim=-1).indices

@@ -9,6 +9,7 @@ from transformers import DynamicCache
 
 from hf_dspark.decoding import Decoder
 from tests.drafters import (
+    AUTOREGRESSIVE,
     anti_oracle,
     assert_drafted,
     generate,
@@ -35,7 +36,7 @@ def test_after_every_round_both_caches_hold_all_tokens_but_the_newest(guesses, m
         for entry, row in enumerate(self.rows):
             num_tokens = [3, 9][row.index] + len(row.new_ids)
             assert self.cache.lengths[entry] == num_tokens - 1
-            queued = sum(len(positions) for _, positions in self.session._pending[entry])
+            queued = sum(len(positions) for _, positions, _ in self.session._pending[entry])
             assert self.session.cache.lengths[entry] + queued == num_tokens - 1
             num_checks.append(row.index)
 
@@ -121,6 +122,7 @@ def talk(target, drafter, turns=3, prompt_lengths=(7,), only_new=False, **option
 
 
 FAMILIES = ["llama", "mistral", "gemma3", "gpt_neox", "deepseek_v3"]
+of_both_kinds = pytest.mark.parametrize("kind", [{}, AUTOREGRESSIVE], ids=["parallel", "autoregressive"])
 
 
 @pytest.mark.parametrize("prompt_lengths", [(7,), (2, 7)], ids=["one row", "two rows"])
@@ -147,11 +149,12 @@ def drafted(rounds):
     return [(r.row, r.anchor_id, r.draft_ids, r.num_accepted) for r in rounds]
 
 
+@of_both_kinds
 @pytest.mark.parametrize("only_new", [False, True], ids=["whole conversation", "only new tokens"])
 @pytest.mark.parametrize("prompt_lengths", [(7,), (2, 7)], ids=["one row", "two rows"])
-def test_a_later_turn_drafts_exactly_as_a_fresh_run_on_the_conversation(prompt_lengths, only_new):
+def test_a_later_turn_drafts_exactly_as_a_fresh_run_on_the_conversation(prompt_lengths, only_new, kind):
     target = tiny_target("llama")
-    drafter, first_mask = tiny_drafter(target), left_padded(prompt_lengths)["attention_mask"]
+    drafter, first_mask = tiny_drafter(target, **kind), left_padded(prompt_lengths)["attention_mask"]
     turns = talk(target, drafter, prompt_lengths=prompt_lengths, only_new=only_new)
     for turn in range(1, len(turns)):
         conversation = with_mask(next_turn(turns[turn - 1].sequences, seed=turn - 1), first_mask)
@@ -188,9 +191,10 @@ def test_plain_generate_goes_on_where_a_drafter_stopped_and_the_other_way_round(
             inputs = next_turn(output.sequences, seed=turn)
 
 
-def test_the_context_of_a_plain_turn_is_read_off_the_target():
+@of_both_kinds
+def test_the_context_of_a_plain_turn_is_read_off_the_target(kind):
     target = tiny_target("llama")
-    drafter, cache = tiny_drafter(target), DynamicCache(config=target.config)
+    drafter, cache = tiny_drafter(target, **kind), DynamicCache(config=target.config)
     first = generate(target, left_padded([7]), cache=cache, max_new_tokens=20)
     conversation = next_turn(first.sequences)
     fresh = generate(target, conversation, drafter, max_new_tokens=20)
@@ -238,9 +242,10 @@ def test_a_view_of_a_drafter_remembers_what_another_view_drafted():
     assert max(widths) == 7  # the new message, not the conversation
 
 
-def test_a_copy_of_a_cache_branches_the_conversation():
+@of_both_kinds
+def test_a_copy_of_a_cache_branches_the_conversation(kind):
     target = tiny_target("llama")
-    drafter, cache = tiny_drafter(target), DynamicCache(config=target.config)
+    drafter, cache = tiny_drafter(target, **kind), DynamicCache(config=target.config)
     first = generate(target, left_padded([7]), drafter, cache=cache, max_new_tokens=20)
     for seed in (1, 2):
         conversation = next_turn(first.sequences, seed=seed)
@@ -251,9 +256,10 @@ def test_a_copy_of_a_cache_branches_the_conversation():
         assert drafted(kept.rounds) == drafted(fresh.rounds)
 
 
-def test_a_turn_in_inference_mode_can_be_followed_by_one_outside_of_it():
+@of_both_kinds
+def test_a_turn_in_inference_mode_can_be_followed_by_one_outside_of_it(kind):
     target = tiny_target("llama")
-    drafter, cache = tiny_drafter(target), DynamicCache(config=target.config)
+    drafter, cache = tiny_drafter(target, **kind), DynamicCache(config=target.config)
     with torch.inference_mode():
         first = generate(target, left_padded([7]), drafter, cache=cache, max_new_tokens=20)
     conversation = next_turn(first.sequences.clone())
@@ -263,9 +269,10 @@ def test_a_turn_in_inference_mode_can_be_followed_by_one_outside_of_it():
     assert drafted(kept.rounds) == drafted(fresh.rounds)
 
 
-def test_a_cropped_cache_takes_another_turn():
+@of_both_kinds
+def test_a_cropped_cache_takes_another_turn(kind):
     target = tiny_target("llama")
-    drafter, cache = tiny_drafter(target), DynamicCache(config=target.config)
+    drafter, cache = tiny_drafter(target, **kind), DynamicCache(config=target.config)
     first = generate(target, left_padded([7]), drafter, cache=cache, max_new_tokens=20)
     cache.crop(-10)
     conversation = next_turn(first.sequences[:, :17], seed=3)
@@ -275,9 +282,10 @@ def test_a_cropped_cache_takes_another_turn():
     assert drafted(kept.rounds) == drafted(fresh.rounds)
 
 
-def test_a_cropped_cache_that_went_another_way_is_not_taken_for_what_it_was():
+@of_both_kinds
+def test_a_cropped_cache_that_went_another_way_is_not_taken_for_what_it_was(kind):
     target = tiny_target("llama")
-    drafter, cache = tiny_drafter(target), DynamicCache(config=target.config)
+    drafter, cache = tiny_drafter(target, **kind), DynamicCache(config=target.config)
     first = generate(target, left_padded([7]), drafter, cache=cache, max_new_tokens=20)
     cache.crop(-10)
     other = generate(target, next_turn(first.sequences[:, :17], seed=3), cache=cache, max_new_tokens=20)
@@ -288,9 +296,10 @@ def test_a_cropped_cache_that_went_another_way_is_not_taken_for_what_it_was():
     assert drafted(kept.rounds) == drafted(fresh.rounds)
 
 
-def test_a_turn_that_failed_leaves_a_cache_that_can_be_cropped_and_used_again():
+@of_both_kinds
+def test_a_turn_that_failed_leaves_a_cache_that_can_be_cropped_and_used_again(kind):
     target = tiny_target("llama")
-    drafter, cache = tiny_drafter(target), DynamicCache(config=target.config)
+    drafter, cache = tiny_drafter(target, **kind), DynamicCache(config=target.config)
     first = generate(target, left_padded([7, 7]), drafter, cache=cache, max_new_tokens=20)
     length = cache.get_seq_length()
     failing = next_turn(first.sequences, 12, seed=5)
@@ -314,13 +323,14 @@ def test_a_turn_that_failed_leaves_a_cache_that_can_be_cropped_and_used_again():
     assert drafted(kept.rounds) == drafted(fresh.rounds)
 
 
+@of_both_kinds
 @pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_rows_that_ended_early_go_on_in_the_next_turn(family):
+def test_rows_that_ended_early_go_on_in_the_next_turn(family, kind):
     target, inputs = tiny_target(family), left_padded([3, 7])
     text = generate(target, inputs, max_new_tokens=20).sequences
     options = {"eos_token_id": int(text[0, 7 + 6]), "pad_token_id": PAD_ID, "max_new_tokens": 20}
     outputs = []
-    for drafter in (None, tiny_drafter(target)):
+    for drafter in (None, tiny_drafter(target, **kind)):
         cache = DynamicCache(config=target.config)
         first = generate(target, inputs, drafter, cache=cache, **options)
         conversation = next_turn(first.sequences)
@@ -347,14 +357,15 @@ def test_the_returned_cache_holds_what_plain_generates_holds(family):
         torch.testing.assert_close(ours.values, stock.values, atol=1e-4, rtol=0)
 
 
-def test_a_kept_cache_can_be_pickled():
+@of_both_kinds
+def test_a_kept_cache_can_be_pickled(kind):
     target = tiny_target("llama")
     cache = DynamicCache(config=target.config)
-    first = generate(target, left_padded([7]), tiny_drafter(target), cache=cache, max_new_tokens=20)
+    first = generate(target, left_padded([7]), tiny_drafter(target, **kind), cache=cache, max_new_tokens=20)
     loaded = pickle.loads(pickle.dumps(cache))
     conversation = next_turn(first.sequences)
-    fresh = generate(target, conversation, tiny_drafter(target), max_new_tokens=20)
-    kept = generate(target, conversation, tiny_drafter(target), cache=loaded, max_new_tokens=20)
+    fresh = generate(target, conversation, tiny_drafter(target, **kind), max_new_tokens=20)
+    kept = generate(target, conversation, tiny_drafter(target, **kind), cache=loaded, max_new_tokens=20)
     assert torch.equal(kept.sequences, fresh.sequences)
     assert drafted(kept.rounds) == drafted(fresh.rounds)
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_dspark.layout import PackedLayout
+from hf_dspark.layout import BlockWindow, PackedLayout
 
 SPANS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 4)), min_size=1, max_size=4).filter(
     lambda spans: any(length for _, length in spans)
@@ -79,3 +79,25 @@ def test_tokens_lie_behind_the_committed_slots_of_their_row():
     assert layout.rows.tolist() == [0, 0, 2, 2, 2]
     assert layout.slots.tolist() == [4, 5, 0, 1, 2]
     assert layout.num_slots == 6
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("from_anchor", [True, False])
+@pytest.mark.parametrize("size", [1, 3, 5, 50])
+def test_a_block_window_hides_what_its_rule_says_in_a_ragged_batch(size, from_anchor, causal, groups):
+    starts, block = (7, 0, 12, 2), 4
+    layout = PackedLayout.build(starts, [block] * len(starts), bidirectional=True)
+    first, mask = layout.mask(BlockWindow(size, causal, from_anchor), groups=groups, dtype=torch.float32)
+    for row, start in enumerate(starts):
+        for slot in range(block):
+            query = start + slot
+            oldest = start - size if from_anchor else query - size + 1
+            newest = query if causal else start + block - 1
+            expected = [oldest <= key <= newest for key in range(layout.num_slots)]
+            assert not any(expected[:first])
+            for group in range(groups):
+                seen = [True] * (layout.num_slots - first)
+                if mask is not None:
+                    seen = (mask[row, 0, group * block + slot] == 0).tolist()
+                assert seen == expected[first:]

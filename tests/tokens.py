@@ -38,3 +38,14 @@ def only(*texts: list[int], prompt_width: int) -> Callable[[int, torch.Tensor], 
         return [texts[row][written]] if written < len(texts[row]) else [PAD_ID]
 
     return allowed
+
+
+def chat_tokenizer() -> PreTrainedTokenizerFast:
+    """The byte tokenizer with a chat template that knows thinking; use letters of `TEXT`."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for message in messages %}<bos>{{ message['content'] }}<eos>{% endfor %}"
+        "{% if add_generation_prompt %}:"
+        "{% if enable_thinking is defined and not enable_thinking %},{% endif %}{% endif %}"
+    )
+    return tokenizer

@@ -11,21 +11,40 @@ from collections.abc import Sequence
 from ..demo import DemoAssetsError
 from .arguments import parse_scheduler
 from .calibrate import add_calibrate_command
+from .convert import add_convert_command
 from .demo import add_demo_command
+from .evaluate import add_evaluate_command
+from .inspect import add_inspect_command
+from .prepare_data import add_prepare_data_command
 from .profile import add_profile_command
+from .train import add_train_command
 
-__all__ = ["COMMANDS", "main", "parse_scheduler"]
+__all__ = ["COMMANDS", "command_parser", "main", "parse_scheduler"]
 
-COMMANDS = (add_demo_command, add_profile_command, add_calibrate_command)
+COMMANDS = (
+    add_demo_command,
+    add_profile_command,
+    add_prepare_data_command,
+    add_train_command,
+    add_calibrate_command,
+    add_evaluate_command,
+    add_inspect_command,
+    add_convert_command,
+)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command that `argv` (default: the process's arguments) names; returns the exit status."""
+def command_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
     parser = argparse.ArgumentParser(prog="hf-dspark", description="DSpark speculative decoding for transformers.")
     commands = parser.add_subparsers(title="commands", metavar="command", required=True)
     for add_command in COMMANDS:
         add_command(commands)
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command that `argv` (default: the process's arguments) names; returns the exit status."""
+    args = command_parser().parse_args(argv)
     try:
         return args.run(args)
     except DemoAssetsError as error:

@@ -1,7 +1,6 @@
 """`calibrate`: fits the temperatures of a drafter's confidences on prompts, and writes the drafter with them."""
 
 import argparse
-import json
 import os
 import shutil
 from pathlib import Path
@@ -12,9 +11,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from ..calibration import calibrate, evaluate_calibration, save_calibration
 from ..calibration_report import CalibrationReport
+from ..chats import prompt_ids
 from ..configuration_dspark import CALIBRATED_MODES
 from ..demo import DRAFTER_FOLDER, load_demo_target
 from ..modeling_dspark import DSparkDrafter
+from ..prompt_sets import Conversation, load_prompts
 from .arguments import at_least, refuse_lost_outputs
 
 MAX_PROMPT_CHARACTERS = 3000
@@ -27,7 +28,7 @@ def add_calibrate_command(commands: Any) -> None:
         help="make a drafter's confidences come true",
         description="Decodes prompts that the drafter was not trained on, fits a temperature for each draft position "
         "(sequential temperature scaling) and writes the drafter with them. A prompt file holds one JSON object a "
-        "line with a list `turns`, the first of which is used.",
+        "line with `turns`, `prompt` or `messages`; first turns are used.",
     )
     parser.add_argument("prompts", type=Path, nargs="+", help="JSONL files to fit on")
     parser.add_argument("--held-out", type=Path, nargs="+", metavar="FILE", help="JSONL files to measure on")
@@ -56,8 +57,8 @@ def run_calibrate(args: argparse.Namespace) -> int:
     """Carries out `calibrate`."""
     _check_paths(args)
     try:
-        fit_texts = read_prompts(args.prompts, args.every, args.offset, args.limit)
-        held_out_texts = read_prompts(args.held_out or [], args.every, args.held_out_offset, args.limit)
+        fitted = read_prompts(args.prompts, args.every, args.offset, args.limit)
+        held_out_prompts = read_prompts(args.held_out or [], args.every, args.held_out_offset, args.limit)
     except (OSError, ValueError) as error:
         args.refuse(str(error))
     if args.threads:
@@ -71,12 +72,13 @@ def run_calibrate(args: argparse.Namespace) -> int:
         "seed": args.seed,
     }
     try:
-        reports = calibrate(target, drafter, encode(tokenizer, fit_texts), dataset=_name(args.prompts), **options)
+        ids = [prompt_ids(tokenizer, conversation) for conversation in fitted]
+        reports = calibrate(target, drafter, ids, dataset=_name(args.prompts), **options)
         shown = list(reports.values())
         _print("fitted on", shown)
         _write_results(args, drafter, reports)  # before more is decoded: nothing can take it back
-        if held_out_texts:
-            ids = encode(tokenizer, held_out_texts)
+        if held_out_prompts:
+            ids = [prompt_ids(tokenizer, conversation) for conversation in held_out_prompts]
             held_out = evaluate_calibration(target, drafter, ids, dataset=_name(args.held_out), **options)
             shown = list(held_out.values())
             _print("held out", shown)
@@ -90,41 +92,17 @@ def run_calibrate(args: argparse.Namespace) -> int:
     return 0
 
 
-def read_prompts(paths: list[Path], every: int, offset: int, limit: int | None) -> list[str]:
+def read_prompts(paths: list[Path], every: int, offset: int, limit: int | None) -> list[Conversation]:
     """
     First turns of the chosen rows of JSONL files; those of more than 3000 characters are left out.
 
     Raises:
-        ValueError: A line holds no `turns`; the message names it.
+        ValueError: A line holds no prompt, or no row is left; the message says where.
         OSError: A file cannot be read.
     """
-    prompts = []
-    for path in paths:
-        # Not splitlines: a JSON string may hold characters that it takes for ends of lines, and shifts all later rows.
-        lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
-        chosen = [first_turn(path, number, lines[number]) for number in range(offset, len(lines), every)]
-        prompts.extend([prompt for prompt in chosen if len(prompt) <= MAX_PROMPT_CHARACTERS][:limit])
-    return prompts
-
-
-def first_turn(path: Path, number: int, line: str) -> str:
-    """The prompt in a line of a JSONL file, its number counted from 0; `ValueError` if there is none."""
-    try:
-        prompt = json.loads(line)["turns"][0]
-    except (ValueError, KeyError, TypeError, IndexError):
-        prompt = None
-    if not isinstance(prompt, str):
-        raise ValueError(f'{path}, line {number + 1}: expected {{"turns": ["..."]}}, got {line[:80]!r}')
-    return prompt
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
-    """Token ids of each text, as a chat that awaits its answer where the tokenizer has a template."""
-    if tokenizer.chat_template is None:
-        return [tokenizer(text)["input_ids"] for text in texts]
-    options = {"add_generation_prompt": True, "return_dict": True}
-    chats = [[{"role": "user", "content": text}] for text in texts]
-    return [tokenizer.apply_chat_template(chat, **options)["input_ids"] for chat in chats]
+    options: dict[str, Any] = {"turns": 1, "max_characters": MAX_PROMPT_CHARACTERS}
+    sets = [load_prompts(path, every=every, offset=offset, limit=limit, **options) for path in paths]
+    return [conversation for prompts in sets for conversation in prompts.conversations]
 
 
 def write_drafter(source: Path, output: Path, drafter: DSparkDrafter) -> None:

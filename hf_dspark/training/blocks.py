@@ -1,116 +1,260 @@
-"""Teacher-forced draft blocks of one sequence: the training forward, its losses, and its greedy acceptance.
+"""Teacher-forced draft blocks of one row: the training forward, its losses, and its greedy acceptance.
 
-Contract: given a drafter's view, the teacher's features and anchors, everything here is a function of them. Block i
-sees the context before its anchor and itself, exactly as in decoding.
+Contract: given a drafter's view, the teacher's features and a row with anchors, everything here is a function of them.
+Block i sees the context of its own document before its anchor, and itself, exactly as in decoding. A drafter class
+that drafts in another way offers `draft_training_blocks(view, features, input_ids, anchors)`, for one document.
 
-Source: https://huggingface.co/papers/2607.05147, section 3.3. Shape legend: T tokens of a sequence, A anchors, Q slots
-of a block, K drafts of a block, Vd draft vocabulary.
+Source: https://huggingface.co/papers/2607.05147, section 3.3. Shape legend: T tokens of a row, A anchors, Q slots of a
+block, K drafts of a block, Vd draft vocabulary.
 """
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
+from typing import Any
 
 import torch
+from torch.nn import functional
 
-from ..losses import BlockLosses, LossWeights, block_losses, contiguous_supervision
+from ..losses import BlockLosses, LossWeights, block_losses, chunked_block_losses
+from ..modeling_dspark import DSparkDrafter
 from ..target import TargetView
+from .collation import PackedRow, pack_row
 from .examples import TrainingExample
 from .teacher import TeacherFeatures, draft_ids_of
 
+LOGITS_BYTES = 64 * 2**20
+"""Size of one float32 tensor of logits in the loss; about ten of them exist at a time."""
+FLEX_BLOCK = 128
 
-def block_mask(anchors: torch.LongTensor, length: int, block_size: int) -> torch.Tensor:
+
+class BlockVisibility:
     """
-    Additive mask `[1, 1, A*Q, T + A*Q]`: block i sees the context before its anchor, and itself.
+    What slot q may see of [context ; slots], as a dense mask or for flex attention.
+
+    Args:
+        document_ids (`torch.LongTensor` of shape `[T]`): Document of each context token.
+        anchors (`torch.LongTensor` of shape `[A]`): Where the blocks start.
+        block_size (`int`): Q.
     """
-    num_slots = len(anchors) * block_size
-    owner = torch.arange(len(anchors), device=anchors.device).repeat_interleave(block_size)
-    context = torch.arange(length, device=anchors.device)[None] < anchors[owner][:, None]
-    visible = torch.cat([context, owner[:, None] == owner[None]], dim=1)
-    mask = torch.zeros(num_slots, length + num_slots, device=anchors.device)
-    return mask.masked_fill_(~visible, torch.finfo(mask.dtype).min)[None, None]
+
+    def __init__(self, document_ids: torch.Tensor, anchors: torch.Tensor, block_size: int):
+        self.documents, self.anchors, self.block_size = document_ids, anchors, block_size
+
+    def __call__(
+        self, batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> torch.Tensor:
+        """Whether slot `query` sees entry `key`, in the form flex attention asks (`mask_mod`)."""
+        length = len(self.documents)
+        anchor = self.anchors[query // self.block_size]
+        token = key.clamp_max(length - 1)
+        context = (key < length) & (token < anchor) & (self.documents[token] == self.documents[anchor])
+        return context | ((key >= length) & ((key - length) // self.block_size == query // self.block_size))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Slots, and entries that they look at."""
+        num_slots = len(self.anchors) * self.block_size
+        return num_slots, len(self.documents) + num_slots
+
+    def dense(self) -> torch.Tensor:
+        """Boolean mask `[1, 1, A*Q, T + A*Q]`."""
+        zero = self.anchors.new_zeros(())
+        rows, columns = (torch.arange(size, device=self.anchors.device) for size in self.shape)
+        return self(zero, zero, rows[:, None], columns[None])[None, None]
+
+    def mask(self, implementation: str, dtype: torch.dtype) -> Any:
+        """The mask as the attention function `implementation` takes it."""
+        if implementation == "flex_attention":
+            from torch.nn.attention.flex_attention import create_block_mask
+
+            return create_block_mask(self, None, None, *self.shape, device=str(self.anchors.device))
+        visible = self.dense()
+        if implementation == "sdpa":
+            return visible
+        additive = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+        return additive.masked_fill_(~visible, torch.finfo(dtype).min)
+
+
+@contextlib.contextmanager
+def training_attention(drafter: DSparkDrafter, device: torch.device) -> Iterator[None]:
+    """Flex attention on CUDA (blocks see little of each other: most of the mask is empty), as it was elsewhere."""
+    config, before = drafter.config, drafter.config._attn_implementation
+    own_masks = hasattr(drafter, "draft_training_blocks") or config.use_sliding_window
+    if device.type == "cuda" and before in ("sdpa", None) and not own_masks:
+        config._attn_implementation_internal = "flex_attention"
+    try:
+        yield
+    finally:
+        config._attn_implementation_internal = before
+
+
+def draft_hidden(view: TargetView, features: TeacherFeatures, row: PackedRow) -> torch.Tensor:
+    """The parallel stage at all anchors of a row: hidden states of the drafting slots, `[A, K, D]`."""
+    config = view.drafter.config
+    context, implementation = features.context.to(view.drafter.fc.weight.dtype), config._attn_implementation or "sdpa"
+    anchors, documents, positions = row.anchors, row.document_ids, row.position_ids
+    if implementation == "flex_attention":  # few different shapes: each one is compiled
+        anchors = torch.cat([anchors, anchors[-1:].expand(-len(anchors) % 64)])
+        pad = -len(context) % FLEX_BLOCK  # no anchor comes after it, so nobody sees it
+        context = functional.pad(context, (0, 0, 0, pad))
+        documents, positions = (functional.pad(ids, (0, pad)) for ids in (documents, positions))
+    slots = anchors.new_full((len(anchors), config.block_size), config.mask_token_id)
+    slots[:, 0] = row.input_ids[anchors]
+    slot_positions = positions[anchors][:, None] + torch.arange(config.block_size, device=anchors.device)
+    hidden = view.drafter(
+        view.noise_embeds(slots.flatten())[None],
+        context[None],
+        position_ids=slot_positions.flatten()[None],
+        context_position_ids=positions[None],
+        attention_mask=BlockVisibility(documents, anchors, config.block_size).mask(implementation, context.dtype),
+    )
+    hidden = hidden.view(len(anchors), config.block_size, -1)
+    return hidden[: len(row.anchors), -config.num_drafts :]
 
 
 def draft_blocks(
-    view: TargetView, features: TeacherFeatures, input_ids: torch.LongTensor, anchors: torch.LongTensor
+    view: TargetView, features: TeacherFeatures, input_ids: torch.Tensor, anchors: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """
     Teacher-forced draft logits `[A, K, Vd]` and confidence logits `[A, K]` of the blocks at `anchors [A]` of one
-    sequence `input_ids [T]`.
+    document `input_ids [T]`, all at once.
     """
-    config, num_anchors, length = view.drafter.config, len(anchors), len(input_ids)
-    slots = anchors.new_full((num_anchors, config.block_size), config.mask_token_id)
-    slots[:, 0] = input_ids[anchors]
-    positions = anchors[:, None] + torch.arange(config.block_size, device=anchors.device)
-    home = view.drafter.fc.weight
-    hidden = view.drafter(
-        view.noise_embeds(slots.flatten())[None],
-        features.context.to(home.dtype)[None],
-        position_ids=positions.flatten()[None],
-        context_position_ids=torch.arange(length, device=anchors.device)[None],
-        attention_mask=block_mask(anchors, length, config.block_size).to(home.dtype),
-    )
-    hidden = hidden.view(num_anchors, config.block_size, -1)[:, -config.num_drafts :]
-    previous = anchors[:, None] + torch.arange(config.num_drafts, device=anchors.device)
-    return view.drafter.teacher_forced(hidden, view.base_logits(hidden), input_ids[previous.clamp_max(length - 1)])
+    if (own := getattr(view.drafter, "draft_training_blocks", None)) is not None:
+        return own(view, features, input_ids, anchors)
+    ids = tuple(input_ids.tolist())
+    row = pack_row([(0, TrainingExample(ids, (1,) * len(ids)))]).to(input_ids.device)
+    row = dataclasses.replace(row, anchors=anchors)
+    hidden = draft_hidden(view, features, row)
+    return view.drafter.teacher_forced(hidden, view.base_logits(hidden), previous_ids(row, hidden.shape[1]))
+
+
+def _blocks_by_document(
+    view: TargetView, features: TeacherFeatures, row: PackedRow
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """[`draft_blocks`] of each document of a row."""
+    drafted, start = [], 0
+    for document in row.documents():
+        end = start + len(document.input_ids)
+        if len(document.anchors):
+            drafted.append(draft_blocks(view, features.part(start, end), document.input_ids, document.anchors))
+        start = end
+    logits, confidences = zip(*drafted, strict=True)
+    return torch.cat(logits), None if confidences[0] is None else torch.cat(confidences)
+
+
+def previous_ids(row: PackedRow, num_drafts: int) -> torch.Tensor:
+    """The true token before each draft, `[A, K]`."""
+    positions = row.anchors[:, None] + torch.arange(num_drafts, device=row.anchors.device)
+    return row.input_ids[positions.clamp_max(len(row.input_ids) - 1)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockOutcome:
-    """Losses of one sequence's blocks, and whether each draft's argmax was the target's, `matches [A, K]`."""
+    """Losses of a row's blocks; whether each draft's argmax was the target's, `matches [A, K]`; which count."""
 
     losses: BlockLosses
-    matches: torch.BoolTensor
-    supervised: torch.BoolTensor
+    matches: torch.Tensor
+    supervised: torch.Tensor
 
 
-def sequence_outcome(
+def row_outcome(
     view: TargetView,
     features: TeacherFeatures,
-    example: TrainingExample,
-    anchors: torch.LongTensor,
+    row: PackedRow,
     *,
     weights: LossWeights,
     denominator: torch.Tensor | None = None,
+    logits_bytes: int = LOGITS_BYTES,
 ) -> BlockOutcome:
-    """Drafts the blocks at `anchors [A]` of one example and compares them with the teacher."""
-    input_ids = torch.tensor(example.input_ids, device=anchors.device)
-    loss_mask = torch.tensor([example.loss_mask], device=anchors.device)
-    num_drafts = view.drafter.config.num_drafts
-    supervised = contiguous_supervision(loss_mask, anchors[None], num_drafts)[0]
-    draft_logits, confidence_logits = draft_blocks(view, features, input_ids, anchors)
-    labels = (anchors[:, None] + torch.arange(1, num_drafts + 1, device=anchors.device)).clamp_max(len(input_ids) - 1)
-    losses = block_losses(
-        draft_logits,
-        features.log_probs[labels - 1].float().exp(),
-        label_ids=draft_ids_of(view.drafter, input_ids[labels]),
-        supervised=supervised,
-        confidence_logits=confidence_logits,
-        weights=weights,
-        denominator=denominator,
+    """
+    Drafts the blocks of a row and compares them with the teacher, a few blocks' logits at a time.
+
+    Args:
+        denominator (`torch.Tensor`, *optional*): Sum of position weights that the terms are divided by; the row's own
+            if `None`.
+        logits_bytes (`int`): Limit of one float32 tensor of logits.
+    """
+    drafter, num_drafts = view.drafter, view.drafter.config.num_drafts
+    offsets = torch.arange(1, num_drafts + 1, device=row.anchors.device)
+    labels = (row.anchors[:, None] + offsets).clamp_max(len(row.input_ids) - 1)
+    supervised = row.supervised(num_drafts)
+    options: dict[str, Any] = {
+        "label_ids": draft_ids_of(drafter, row.input_ids[labels]),
+        "supervised": supervised,
+        "weights": weights,
+        "denominator": denominator,
+    }
+    if hasattr(drafter, "draft_training_blocks"):
+        draft_logits, confidence_logits = _blocks_by_document(view, features, row)
+        target_probs = features.log_probs_at(labels - 1).exp()
+        losses = block_losses(draft_logits, target_probs, confidence_logits=confidence_logits, **options)
+    else:
+        losses = _chunked_losses(view, features, row, labels, logits_bytes, options)
+    draftable = features.draftable(labels - 1)
+    return BlockOutcome(losses, losses.matches if draftable is None else losses.matches & draftable, supervised)
+
+
+def _chunked_losses(
+    view: TargetView,
+    features: TeacherFeatures,
+    row: PackedRow,
+    labels: torch.Tensor,
+    logits_bytes: int,
+    options: dict[str, Any],
+) -> BlockLosses:
+    drafter, num_drafts = view.drafter, view.drafter.config.num_drafts
+    hidden = draft_hidden(view, features, row)
+    head, embeds = drafter.markov_head, None
+    if head is not None:
+        embeds = head.embed(previous_ids(row, num_drafts))
+    latent = hidden.new_empty(len(hidden), 0) if head is None else head.scan(embeds, hidden)
+    confidence = None if drafter.confidence_head is None else drafter.confidence_head(hidden, embeds)
+    states = features.last_hidden[labels - 1]
+    norms = None if features.log_norm is None else features.log_norm[labels - 1]
+
+    def logits_of(hidden: torch.Tensor, latent: torch.Tensor, states: torch.Tensor, *norm: torch.Tensor) -> Any:
+        logits = view.base_logits(hidden)
+        if head is not None:
+            logits = logits + head.bias(latent)
+        with torch.no_grad():
+            target_probs = features.log_probs_of(states, norm[0] if norm else None).exp_()
+        return logits, target_probs
+
+    width = drafter.config.draft_vocab_size or drafter.config.vocab_size
+    return chunked_block_losses(
+        logits_of,
+        [hidden, latent, states] if norms is None else [hidden, latent, states, norms],
+        confidence_logits=confidence,
+        blocks_per_chunk=max(logits_bytes // (4 * width * num_drafts), 1),
+        **options,
     )
-    return BlockOutcome(losses, draft_logits.argmax(-1) == features.top_ids[labels - 1], supervised)
 
 
 class AcceptanceMeter:
     """Running greedy acceptance of teacher-forced blocks, per position and as an accepted length."""
 
     def __init__(self, num_drafts: int):
-        self.reached, self.accepted = torch.zeros(num_drafts), torch.zeros(num_drafts)
-        self.blocks = 0
+        self.counts = torch.zeros(2, num_drafts)  # reached, accepted
 
     def add(self, outcome: BlockOutcome) -> None:
         """Counts blocks whose every label is supervised (others would be cut by the end of the text)."""
         whole = outcome.supervised.all(dim=-1)
-        survived = outcome.matches[whole].long().cumprod(-1).float().cpu()
-        self.accepted += survived.sum(0)
-        self.reached += torch.cat([torch.ones(len(survived), 1), survived[:, :-1]], dim=1).sum(0)
-        self.blocks += len(survived)
+        survived = outcome.matches[whole].long().cumprod(-1).float()
+        reached = torch.cat([torch.ones_like(survived[:, :1]), survived[:, :-1]], dim=1)
+        self.counts = self.counts.to(survived.device) + torch.stack([reached.sum(0), survived.sum(0)])
+
+    @property
+    def blocks(self) -> int:
+        """Blocks counted."""
+        return int(self.counts[0, 0])
 
     @property
     def conditional(self) -> list[float]:
         """Chance that draft k matches, given that all before it in its block did; `[K]`."""
-        return (self.accepted / self.reached.clamp_min(1)).tolist()
+        return (self.counts[1] / self.counts[0].clamp_min(1)).tolist()
 
     @property
     def accepted_length(self) -> float:
         """Mean tokens a round, the bonus token included (the paper's tau)."""
-        return 1 + (self.accepted.sum() / max(self.blocks, 1)).item()
+        return 1 + (self.counts[1].sum() / self.counts[0, 0].clamp_min(1)).item()

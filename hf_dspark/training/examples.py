@@ -1,22 +1,31 @@
-"""Training examples: token ids and which of them are to be learnt, and in which order they are met.
+"""Training examples: token ids and which of them are to be learnt.
 
-Contract: pure functions of (examples, seed, step); what a step sees does not depend on what happened before it, so a
-resumed run goes on as if it had never stopped.
+Contract: pure functions and values; knows nothing about tokenizers, models or files.
 """
 
 import dataclasses
+import functools
+import hashlib
 from collections import Counter
 from collections.abc import Sequence
 
-import torch
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class TrainingExample:
     """One sequence: `input_ids` of prompt and answer, `loss_mask` 1 on the answer's tokens."""
 
     input_ids: tuple[int, ...]
     loss_mask: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.input_ids) != len(self.loss_mask):
+            raise ValueError(f"{len(self.input_ids)} input_ids, but {len(self.loss_mask)} entries of loss_mask")
+
+    @functools.cached_property
+    def key(self) -> str:
+        """Hash of the token ids, 32 hex digits: where the target's features of this text are found again."""
+        text = ",".join(map(str, self.input_ids))
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def anchors(self) -> list[int]:
         """Positions that a block may start at: they and their successor are both supervised."""
@@ -24,8 +33,11 @@ class TrainingExample:
 
 
 def usable(examples: Sequence[TrainingExample], max_length: int) -> list[TrainingExample]:
-    """Examples cut to `max_length` that still hold an anchor."""
-    cut = [TrainingExample(e.input_ids[:max_length], e.loss_mask[:max_length]) for e in examples]
+    """Examples cut to `max_length` tokens that still hold an anchor."""
+    cut = [
+        e if len(e.input_ids) <= max_length else TrainingExample(e.input_ids[:max_length], e.loss_mask[:max_length])
+        for e in examples
+    ]
     return [example for example in cut if example.anchors()]
 
 
@@ -36,8 +48,3 @@ def frequent_token_ids(examples: Sequence[TrainingExample], size: int, always: S
     )
     kept = list(dict.fromkeys([*always, *(token for token, _ in counts.most_common())]))[:size]
     return sorted(kept)
-
-
-def shuffled(count: int, *, seed: int) -> list[int]:
-    """`range(count)` in an order determined by `seed`."""
-    return torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()

@@ -36,17 +36,17 @@ def new_drafter(
         target ([`~transformers.PreTrainedModel`]): the model to draft for.
         mask_token_id (`int`): a token of the target that text does not use.
         draft_token_ids (`Sequence[int]`, *optional*): a reduced draft vocabulary, as target ids. The drafter's head
-        then
-            starts from the target's rows and stays frozen.
+            then starts from the target's rows and stays frozen.
     """
     text = target.config.get_text_config()
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    layer = (getattr(text, "per_layer_config", None) or [text])[0]  # shapes may differ between layers (Gemma 4)
+    head_dim = getattr(layer, "head_dim", None) or text.hidden_size // layer.num_attention_heads
     fields: dict[str, object] = {
         "vocab_size": text.vocab_size,
         "hidden_size": text.hidden_size,
-        "intermediate_size": text.intermediate_size,
-        "num_attention_heads": text.num_attention_heads,
-        "num_key_value_heads": text.num_key_value_heads,
+        "intermediate_size": layer.intermediate_size,
+        "num_attention_heads": layer.num_attention_heads,
+        "num_key_value_heads": layer.num_key_value_heads,
         "head_dim": head_dim,
         "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6),
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},

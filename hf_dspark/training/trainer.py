@@ -1,202 +1,294 @@
-"""The training loop: a frozen target teaches a drafter online, on one machine.
+"""`DSparkTrainer`: `transformers.Trainer` for a drafter whose frozen target teaches it.
 
-Contract: `train` changes only the drafter and writes only checkpoints. Features come from the live target, one
-sequence at a time. Every step's data and anchors depend on (seed, step) alone, so a resumed run equals an
-uninterrupted one.
+Contract: the model that is trained, wrapped, checkpointed and pushed is the drafter (or a PEFT model on it) and
+nothing else; the target stands beside it and comes out as it was. Everything that `Trainer` offers stays: accelerate
+with DDP and FSDP, mixed precision, gradient accumulation, activation checkpointing, resuming, trackers, the Hub. A
+step's loss is a sum over its draft blocks, divided by the sum of their position weights over all processes and
+micro-batches. Data and anchors of a step depend on (seed, step) alone, so a resumed run equals an uninterrupted one.
 
-Source: https://huggingface.co/papers/2607.05147, section 3.3. Shape legend: A anchors, K drafts of a block.
+Source: https://huggingface.co/papers/2607.05147, section 3.3.
 """
 
 import dataclasses
-import math
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
-from tqdm.auto import tqdm
-from transformers import PreTrainedModel
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from transformers import PreTrainedModel, Trainer
+from transformers.trainer_utils import EvalLoopOutput
+from transformers.utils import logging
 
-from ..losses import LossWeights, contiguous_supervision, position_weights
+from ..losses import position_weights
 from ..modeling_dspark import DSparkDrafter
-from ..target import TargetView
-from .blocks import AcceptanceMeter, sequence_outcome
-from .checkpoints import load_checkpoint, save_checkpoint
-from .examples import TrainingExample, shuffled, usable
-from .teacher import FeatureStore, frozen, teacher_features
+from ..target import TargetView, target_fingerprint
+from .arguments import DSparkTrainingArguments
+from .blocks import AcceptanceMeter, BlockOutcome, row_outcome, training_attention
+from .collation import IndexedExample, PackedRow, PackingCollator
+from .examples import TrainingExample, usable
+from .feature_cache import FeatureCache
+from .teacher import Teacher, frozen
+
+logger = logging.get_logger(__name__)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TrainingConfig:
+class ExampleDataset(Dataset):
+    """Examples with their numbers."""
+
+    def __init__(self, examples: Sequence[TrainingExample]):
+        self.examples = examples
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, number: int) -> IndexedExample:
+        return number, self.examples[number]
+
+
+class DSparkTrainer(Trainer):
     """
-    Args:
-        num_steps (`int`): optimiser steps.
-        batch_size (`int`): sequences a step.
-        num_anchors (`int`): draft blocks a sequence, drawn without replacement.
-        learning_rate (`float`), warmup_steps (`int`): linear warm-up, then cosine to zero.
-        max_grad_norm (`float`): gradient clipping.
-        loss ([`LossWeights`]): the paper's loss weights.
-        max_length (`int`): longer sequences are cut.
-        seed (`int`): of data order and anchors.
-        save_steps (`int`): checkpoint every so many steps into `output_dir` (if given).
-        output_dir (`str`, *optional*): where checkpoints go; training resumes from one found there.
-        cache_features (`bool`): keep the target's features in memory after their first use, in half precision.
-    """
+    Trains a drafter against a frozen target.
 
-    num_steps: int = 1000
-    batch_size: int = 1
-    num_anchors: int = 64
-    learning_rate: float = 6e-4
-    warmup_steps: int = 40
-    max_grad_norm: float = 1.0
-    loss: LossWeights = LossWeights()
-    max_length: int = 4096
-    seed: int = 0
-    save_steps: int = 500
-    output_dir: str | None = None
-    cache_features: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("num_steps", "batch_size", "num_anchors", "max_length", "save_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-
-
-def learning_rate_at(step: int, config: TrainingConfig) -> float:
-    """Linear warm-up, then cosine to zero at `num_steps`."""
-    if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / config.warmup_steps
-    progress = (step - config.warmup_steps) / max(config.num_steps - config.warmup_steps, 1)
-    return config.learning_rate * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
-
-
-def step_examples(step: int, num_examples: int, config: TrainingConfig) -> list[int]:
-    """Which examples step `step` learns from: epochs of a fresh shuffle each."""
-    chosen = range(step * config.batch_size, (step + 1) * config.batch_size)
-    orders: dict[int, list[int]] = {}
-    for position in chosen:
-        epoch = position // num_examples
-        orders.setdefault(epoch, shuffled(num_examples, seed=config.seed + 7919 * epoch))
-    return [orders[position // num_examples][position % num_examples] for position in chosen]
-
-
-def train(
-    target: PreTrainedModel,
-    drafter: DSparkDrafter,
-    examples: Sequence[TrainingExample],
-    config: TrainingConfig,
-    *,
-    on_step: Callable[[int, float, AcceptanceMeter], None] | None = None,
-) -> DSparkDrafter:
-    """
-    Trains `drafter` on `examples` against the frozen `target` and returns it in eval mode.
-
-    A checkpoint found in `config.output_dir` is resumed. Examples without room for an anchor are skipped and counted.
+    ```python
+    >>> drafter = new_drafter(target, mask_token_id, num_hidden_layers=2, block_size=6)
+    >>> arguments = DSparkTrainingArguments("my-drafter", num_train_epochs=3)
+    >>> trainer = DSparkTrainer(drafter, arguments, target=target, train_dataset=examples)
+    >>> trainer.train()
+    >>> trainer.save_drafter("my-drafter")
+    ```
 
     Args:
-        on_step (`Callable`, *optional*): called after each step with (step, loss, meter of the last 50 steps).
+        model ([`DSparkDrafter`] or `peft.PeftModel`): The drafter, or LoRA adapters on one.
+        args ([`DSparkTrainingArguments`]): Hyper-parameters.
+        target ([`~transformers.PreTrainedModel`]): The teacher, in any dtype or quantisation, on the device where it
+            is to run. It is not moved, not wrapped and not saved.
+        train_dataset, eval_dataset (`Sequence[TrainingExample]`, *optional*): Examples without room for an anchor are
+            skipped and counted.
+        kwargs: As for [`~transformers.Trainer`].
 
     Raises:
-        ValueError: no usable example, or target and drafter do not fit.
+        ValueError: No usable example, or target and drafter do not fit.
     """
-    view = TargetView(target, drafter)
-    kept = usable(examples, config.max_length)
-    if not kept:
-        raise ValueError(f"none of the {len(examples)} examples has two supervised tokens in a row: nothing to learn")
-    if len(kept) < len(examples):
-        print(f"skipped {len(examples) - len(kept)} of {len(examples)} examples: too short to hold an anchor")
-    with frozen(target):
-        return _train(view, kept, config, on_step)
 
+    loss_is_scaled_for_ga = True  # divided by the weight of the whole step
 
-def _train(
-    view: TargetView,
-    examples: Sequence[TrainingExample],
-    config: TrainingConfig,
-    on_step: Callable[[int, float, AcceptanceMeter], None] | None,
-) -> DSparkDrafter:
-    drafter = view.drafter.train()
-    parameters = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(
-        parameters, lr=config.learning_rate, betas=(0.9, 0.999), weight_decay=0.0, fused=True
-    )
-    first = load_checkpoint(drafter, optimizer, config.output_dir)
-    features = FeatureStore(view, examples, config.cache_features)
-    meter = AcceptanceMeter(drafter.config.num_drafts)
-    progress = tqdm(range(first, config.num_steps), initial=first, total=config.num_steps, desc="train")
-    for step in progress:
-        if step % 50 == 0:
-            meter = AcceptanceMeter(drafter.config.num_drafts)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate_at(step, config)
-        loss = training_step(view, features, step, config, meter)
-        torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        conditional = " ".join(f"{value:.2f}"[1:] for value in meter.conditional)
-        progress.set_postfix_str(f"loss {loss:.3f} length {meter.accepted_length:.2f} acceptance {conditional}")
-        if on_step is not None:
-            on_step(step, loss, meter)
-        if config.output_dir and ((step + 1) % config.save_steps == 0 or step + 1 == config.num_steps):
-            save_checkpoint(drafter, optimizer, step + 1, config.output_dir)
-    return drafter.eval()
-
-
-def training_step(
-    view: TargetView, features: FeatureStore, step: int, config: TrainingConfig, meter: AcceptanceMeter
-) -> float:
-    """Gradients of one step, its denominator summed over all its sequences; returns the loss."""
-    chosen = []
-    for index in step_examples(step, len(features.examples), config):
-        candidates = torch.tensor(features.examples[index].anchors(), device=view.target.device)
-        order = shuffled(len(candidates), seed=config.seed + 104729 * step + index)
-        chosen.append((index, candidates[sorted(order[: config.num_anchors])]))
-    denominator = sum(
-        position_weights(
-            contiguous_supervision(
-                torch.tensor([features.examples[index].loss_mask], device=anchors.device),
-                anchors[None],
-                view.drafter.config.num_drafts,
-            ),
-            config.loss.decay,
-        ).sum()
-        for index, anchors in chosen
-    )
-    total = 0.0
-    for index, anchors in chosen:
-        outcome = sequence_outcome(
-            view,
-            features[index],
-            features.examples[index],
-            anchors,
-            weights=config.loss,
-            denominator=denominator,
+    def __init__(
+        self,
+        model: nn.Module,
+        args: DSparkTrainingArguments,
+        *,
+        target: PreTrainedModel,
+        train_dataset: Sequence[TrainingExample] | None = None,
+        eval_dataset: Sequence[TrainingExample] | None = None,
+        **kwargs: Any,
+    ):
+        self.view = TargetView(target, drafter_of(model))
+        self.teacher = Teacher(self.view)
+        super().__init__(
+            model,
+            args,
+            data_collator=PackingCollator(args.max_length, args.packing),
+            train_dataset=_dataset(train_dataset, args.max_length, "train"),
+            eval_dataset=_dataset(eval_dataset, args.max_length, "eval"),
+            **kwargs,
         )
-        outcome.losses.total.backward()
-        meter.add(outcome)
-        total += outcome.losses.total.item()
-    return total
+        self.cache: FeatureCache | None = None
+        self.meter = AcceptanceMeter(self.view.drafter.config.num_drafts)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As [`~transformers.Trainer.train`]; the drafter is in eval mode afterwards."""
+        config = self.view.drafter.config
+        config.confidence_temperatures = config.confidence_calibration = None  # they were of the weights until now
+        config.target_fingerprint = target_fingerprint(self.view.target)  # and so was the target
+        config.target_name_or_path = self.view.target.name_or_path or config.target_name_or_path
+        config.training_length = self.args.max_length
+        with frozen(self.view.target), training_attention(self.view.drafter, self.args.device):
+            self._open_cache()
+            result = super().train(*args, **kwargs)
+        self.model.eval()
+        return result
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """As [`~transformers.Trainer.evaluate`]: `eval_loss`, accepted length and acceptance, teacher-forced."""
+        with frozen(self.view.target), training_attention(self.view.drafter, self.args.device):
+            return super().evaluate(*args, **kwargs)
+
+    def save_drafter(self, folder: str | os.PathLike) -> None:
+        """
+        Writes the trained drafter to `folder`, as `DSparkDrafter.from_pretrained` reads it; adapters are merged into
+        its weights for good.
+        """
+        if hasattr(self.model, "peft_config"):
+            if self.args.should_save:
+                trained_drafter(self.model).save_pretrained(folder)
+        else:
+            self.save_model(os.fspath(folder))  # gathers the weights of a sharded drafter
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
+    ) -> tuple[list, torch.Tensor]:
+        """The micro-batches of a step with anchors, and the weight of all its blocks over all processes."""
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        batches = [{"rows": self._with_anchors(batch["rows"], self.state.global_step)} for batch in batches]
+        weight = sum((self._weight(batch["rows"]) for batch in batches), torch.zeros(()))
+        return batches, self.accelerator.reduce(weight.to(device), "sum")
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | None = None,
+    ) -> Any:
+        """The share of `inputs` in the loss of the step, times the number of processes (gradients are averaged)."""
+        loss, outcomes = self._outcomes(model, inputs["rows"], num_items_in_batch)
+        for outcome in outcomes:
+            self.meter.add(outcome)
+        loss = loss * self.accelerator.num_processes
+        return (loss, outcomes) if return_outputs else loss
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Loss and teacher-forced acceptance over `dataloader`, anchors as of step 0."""
+        model = self.model if self.is_in_train else self.accelerator.prepare_model(self.model, evaluation_mode=True)
+        was_training, meter = model.training, AcceptanceMeter(self.view.drafter.config.num_drafts)
+        model.eval()
+        sums = torch.zeros(2, device=self.args.device)  # loss, weight
+        with torch.no_grad():
+            for batch in dataloader:
+                rows = self._with_anchors(batch["rows"], step=0)
+                loss, outcomes = self._outcomes(model, rows, torch.ones((), device=self.args.device))
+                sums += torch.stack([loss, self._weight(rows).to(loss)])
+                for outcome in outcomes:
+                    meter.add(outcome)
+        model.train(was_training)
+        sums = self.accelerator.reduce(sums, "sum")
+        metrics = {"loss": (sums[0] / sums[1]).item()} | self._acceptance(meter)
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
+        return EvalLoopOutput(None, None, metrics, self.num_examples(dataloader))
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds the teacher-forced acceptance since the last line to the lines of the training loss."""
+        if "loss" in logs:
+            logs |= self._acceptance(self.meter)
+            self.meter = AcceptanceMeter(self.view.drafter.config.num_drafts)
+        super().log(logs, start_time)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Of the drafter, forwards and backwards, on the slots of all blocks."""
+        slots = sum(len(row.anchors) for row in inputs["rows"]) * self.view.drafter.config.block_size
+        return 6 * slots * self.view.drafter.num_parameters()
+
+    def _with_anchors(self, rows: Sequence[PackedRow], step: int) -> list[PackedRow]:
+        return [row.with_drawn_anchors(self.args.num_anchors, seed=self.args.seed, step=step) for row in rows]
+
+    def _weight(self, rows: Sequence[PackedRow]) -> torch.Tensor:
+        """Sum of the position weights of the rows' blocks."""
+        num_drafts, decay = self.view.drafter.config.num_drafts, self.args.loss_weights.decay
+        weights = [position_weights(row.supervised(num_drafts), decay).sum() for row in rows]
+        return torch.stack(weights).sum()
+
+    def _outcomes(
+        self, model: nn.Module, rows: Sequence[PackedRow], denominator: torch.Tensor | None
+    ) -> tuple[torch.Tensor, list[BlockOutcome]]:
+        """Loss and outcomes of rows; the teacher speaks outside of the wrapped model and its mixed precision."""
+        rows = [row.to(self.args.device) for row in rows]
+        teacher = self.cache or self.teacher
+        taught = [(row, teacher.features(row)) for row in rows]
+        options = {"weights": self.args.loss_weights, "logits_bytes": self.args.loss_chunk_mib * 2**20}
+
+        def forward() -> tuple[torch.Tensor, list[BlockOutcome]]:
+            with self.accelerator.autocast():
+                outcomes = [
+                    row_outcome(self.view, features, row, denominator=denominator, **options)
+                    for row, features in taught
+                ]
+            loss = torch.stack([outcome.losses.total for outcome in outcomes]).sum()
+            return loss, [dataclasses.replace(o, losses=_detached(o.losses)) for o in outcomes]
+
+        return call_inside(model, forward)
+
+    def _acceptance(self, meter: AcceptanceMeter) -> dict[str, float]:
+        meter.counts = self.accelerator.reduce(meter.counts.to(self.args.device), "sum")
+        if not meter.blocks:
+            return {}
+        conditional = {f"acceptance_{k}": round(value, 4) for k, value in enumerate(meter.conditional, start=1)}
+        return {"accepted_length": round(meter.accepted_length, 4)} | conditional
+
+    def _open_cache(self) -> None:
+        """With `feature_cache`: computes what is missing, shared between the processes, before the first step."""
+        if self.args.feature_cache is None or self.cache is not None:
+            return
+        with self.args.main_process_first(local=False, desc="feature cache"):
+            cache = FeatureCache(self.args.feature_cache, self.teacher, self.args.feature_cache_dtype)
+        datasets = [dataset for dataset in (self.train_dataset, self.eval_dataset) if dataset is not None]
+        examples = [example for dataset in datasets for example in dataset.examples]
+        cache.build(examples, process=self.args.process_index, num_processes=self.args.world_size)
+        self.accelerator.wait_for_everyone()
+        cache.refresh()
+        self.cache = cache
 
 
-@torch.no_grad()
-def teacher_forced_acceptance(
-    target: PreTrainedModel,
-    drafter: DSparkDrafter,
-    examples: Sequence[TrainingExample],
-    *,
-    anchors: Sequence[Sequence[int]] | None = None,
-) -> AcceptanceMeter:
+def call_inside(model: nn.Module, function: Callable[[], Any]) -> Any:
     """
-    Greedy acceptance of `drafter` on `examples`, each draft fed the true tokens before it.
-
-    Args:
-        anchors (`Sequence[Sequence[int]]`, *optional*): For each example, where blocks start; everywhere if `None`.
-            At the anchors of live rounds the result is the live acceptance.
+    Calls `function` as the forward of the (wrapped) `model`, so that DDP and FSDP do what they do around a forward:
+    the training step reads several parts of the drafter, not its `forward` alone.
     """
-    view, meter = TargetView(target, drafter), AcceptanceMeter(drafter.config.num_drafts)
-    for index, example in enumerate(examples):
-        starts = example.anchors() if anchors is None else anchors[index]
-        if not starts:
-            continue
-        positions = torch.tensor(starts, device=target.device)
-        features = teacher_features(view, example.input_ids)
-        meter.add(sequence_outcome(view, features, example, positions, weights=LossWeights()))
-    return meter
+    inner = model
+    while isinstance(wrapped := getattr(inner, "module", None), nn.Module):
+        inner = wrapped
+    own = inner.__dict__.get("forward")
+
+    def forward() -> Any:
+        restore()
+        return function()
+
+    def restore() -> None:
+        if own is None:
+            inner.__dict__.pop("forward", None)
+        else:
+            inner.forward = own
+
+    inner.forward = forward
+    try:
+        return model()
+    finally:
+        restore()
+
+
+def drafter_of(model: nn.Module) -> DSparkDrafter:
+    """The drafter in `model`, which is one or a PEFT model on one."""
+    return model.get_base_model() if hasattr(model, "peft_config") else model
+
+
+def trained_drafter(model: nn.Module) -> DSparkDrafter:
+    """The drafter to save: adapters merged into its weights, if `model` has some."""
+    return model.merge_and_unload().eval() if hasattr(model, "peft_config") else model.eval()
+
+
+def _detached(losses: Any) -> Any:
+    values = {field.name: getattr(losses, field.name).detach() for field in dataclasses.fields(losses)}
+    return dataclasses.replace(losses, **values)
+
+
+def _dataset(examples: Sequence[TrainingExample] | None, max_length: int, name: str) -> ExampleDataset | None:
+    """The usable examples; tells how many were skipped."""
+    if examples is None:
+        return None
+    kept = usable(examples, max_length)
+    if not kept:
+        raise ValueError(
+            f"none of the {len(examples)} {name} examples has two supervised tokens in a row: nothing to learn"
+        )
+    if len(kept) < len(examples):
+        skipped = len(examples) - len(kept)
+        logger.warning(f"skipped {skipped} of {len(examples)} {name} examples: too short to hold an anchor")
+    return ExampleDataset(kept)

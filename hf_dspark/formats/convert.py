@@ -1,0 +1,183 @@
+"""A drafter of any layout that is read, written in another: for other software, or into hf_dspark's own.
+
+Contract: tensors are copied byte by byte from file to file, so a round trip is exact and memory stays small at any
+size. What lies at the destination is complete: the folder is written beside it and renamed. Knows nothing about
+decoding.
+"""
+
+import contextlib
+import dataclasses
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..configuration_dspark import DSparkConfig
+from ..json_files import read_object, write_object
+from ..sps_profile import SPSProfile
+from .checkpoint import Checkpoint
+from .loading import ForeignDrafter
+from .safetensors_files import SHARD_BYTES, TensorRef, total_bytes, write_checkpoint
+from .serve_readme import SPS_FILE, readme, sts_file
+from .writers import LAYOUTS
+
+_COPIES = {
+    "embed_tokens.weight": ("embed_tokens.weight",),
+    "lm_head.weight": ("lm_head.weight", "embed_tokens.weight"),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Conversion:
+    """
+    What [`convert`] wrote.
+
+    Attributes:
+        folder (`Path`): Where.
+        layout (`str`): In which layout.
+        source (`str`): Name of the layout that was read.
+        num_tensors (`int`), num_bytes (`int`): How much, copies of the target's modules included.
+        copies (`tuple[str, ...]`): Copies of the target's modules among them.
+        notes (`tuple[str, ...]`): What its user should know.
+    """
+
+    folder: Path
+    layout: str
+    source: str
+    num_tensors: int
+    num_bytes: int
+    copies: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def convert(
+    source: str | os.PathLike,
+    destination: str | os.PathLike,
+    *,
+    to: str,
+    target: str | os.PathLike | None = None,
+    sps: str | os.PathLike | None = None,
+    force: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+    **hub: Any,
+) -> Conversion:
+    """
+    Writes a drafter in another layout, with a README that says how to serve it.
+
+    Args:
+        source (`str` or `os.PathLike`): A folder or a Hub repository of any layout that is read.
+        destination (`str` or `os.PathLike`): The folder to write.
+        to (`str`): `"native"`, `"deepspec"` (vLLM, SGLang, llama.cpp) or `"speculators"` (vLLM).
+        target (`str` or `os.PathLike`, *optional*): The target's folder or Hub name. With `to="deepspec"` its
+            embeddings and LM head are copied along, as DeepSpec's own loader needs them. Servers lend the target's and
+            do not: without `target`, only copies that `source` has are kept.
+        sps (`str` or `os.PathLike`, *optional*): Step times on the machine that will serve, as `profile` writes them
+            or as SGLang's table; put into the folder for SGLang.
+        force (`bool`): Replace what is at `destination`.
+        shard_bytes (`int`): Size of a weight file, at most.
+        hub: `revision`, `subfolder`, `token` ... of `source`.
+
+    Raises:
+        ValueError: `source` is of no layout that is read, or `to` has no word for what it needs.
+        FileExistsError: There is something at `destination`.
+        OSError: A folder is missing or cannot be written.
+    """
+    if to not in LAYOUTS:
+        raise ValueError(f"to={to!r} must be one of {sorted(LAYOUTS)}")
+    destination = Path(destination)
+    _check_destination(destination, force)
+    drafter = ForeignDrafter.open(source, **hub)
+    if target is not None and drafter.config.target_name_or_path is None:
+        drafter.config.target_name_or_path = str(target)
+    fields = LAYOUTS[to](drafter.config)
+    copies = _target_copies(drafter, target) if to == "deepspec" else {}
+    tensors = drafter.tensors | copies
+    tables = _tables(drafter.config, sps)
+    with _replacing(destination) as work:
+        write_checkpoint(work, tensors, shard_bytes=shard_bytes)
+        write_object(work / "config.json", fields, indent=2)
+        for name, table in tables.items():
+            write_object(work / name, table)
+        text = readme(drafter.config, to, folder=str(destination), source=str(source), tables=list(tables))
+        (work / "README.md").write_text(text, encoding="utf-8")
+    return Conversion(
+        destination,
+        to,
+        drafter.reading.detected.name,
+        len(tensors),
+        total_bytes(tensors.values()),
+        tuple(copies),
+        tuple(drafter.reading.notes),
+    )
+
+
+def _target_copies(drafter: ForeignDrafter, target: str | os.PathLike | None) -> dict[str, TensorRef]:
+    """Embeddings and LM head for a DeepSpec folder, from the target or from the source; the latter may be none."""
+    config = drafter.config
+    names = [name for name in _COPIES if name not in drafter.tensors]  # a reduced vocabulary has its own head
+    if target is None:
+        return {name: drafter.ignored[name] for name in names if name in drafter.ignored}
+    wanted = tuple(known for name in names for known in _COPIES[name])
+    found = Checkpoint.open(target, wanted=lambda name: name.endswith(wanted)).tensors
+    shape = (config.vocab_size, config.hidden_size)
+    copies = {}
+    for name in names:
+        # A tied head is not stored; a model with towers may have other embeddings.
+        named = [ref for known in _COPIES[name] for key, ref in found.items() if f".{key}".endswith(f".{known}")]
+        fitting = [ref for ref in named if ref.shape == shape]
+        if not fitting:
+            shapes = f"shapes {[list(ref.shape) for ref in named]}" if named else "not there"
+            raise ValueError(
+                f"the drafter needs the target's {name} of shape {list(shape)}, but in {target} it is {shapes}; name "
+                "the target that the drafter was trained for"
+            )
+        copies[name] = fitting[0]
+    return copies
+
+
+def _tables(config: DSparkConfig, sps: str | os.PathLike | None) -> dict[str, dict[str, Any]]:
+    """Calibration and step times as SGLang reads them, by file name."""
+    tables: dict[str, dict[str, Any]] = {}
+    for mode, temperatures in (config.confidence_temperatures or {}).items():
+        known = (config.confidence_calibration or {}).get(mode) or {}
+        table: dict[str, Any] = {"temperatures": temperatures, "dataset": known.get("dataset")}
+        table["num_samples"] = known.get("num_rounds")
+        for name in ("ece_before", "ece_after"):
+            errors = known.get(name)
+            table[name] = sum(errors) / len(errors) if errors else None  # a mean over positions, as it has one number
+        tables[sts_file(mode)] = table
+    if sps is not None:
+        profile = read_object(sps)
+        is_sglang = "sample_batch_tokens" in profile or "bias_seconds" in profile
+        tables[SPS_FILE] = profile if is_sglang else SPSProfile.load(sps).to_sglang()
+    return tables
+
+
+def _check_destination(destination: Path, force: bool) -> None:
+    if destination.is_dir() and not any(destination.iterdir()):
+        return
+    if destination.exists() and (not force or not destination.is_dir()):
+        raise FileExistsError(f"{destination} is there and not an empty folder; force replaces it")
+
+
+@contextlib.contextmanager
+def _replacing(destination: Path) -> Iterator[Path]:
+    """A folder beside `destination` that takes its place when all went well, and is gone otherwise."""
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    name = destination.resolve().name
+    work, old = (destination.parent / f".{name}.{os.getpid()}.{word}" for word in ("incomplete", "old"))
+    work.mkdir()
+    try:
+        yield work
+        if destination.exists():
+            destination.rename(old)
+        try:
+            work.rename(destination)
+        except OSError:
+            if old.exists():
+                old.rename(destination)
+            raise
+    finally:
+        for leftover in (work, old):
+            shutil.rmtree(leftover, ignore_errors=True)
