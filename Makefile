@@ -35,7 +35,7 @@ types: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	@test -x $(VENV_PYTHON) || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV), once; this takes a few minutes ..."
-	@$(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[demo,dev,plot,quant,train]'
+	@$(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[demo,dev,plot,quant,serve,train]'
 	@touch $@
 
 clean:

@@ -46,6 +46,8 @@ class MarkovHead(nn.Module):
         """`latent [..., r]` -> `[..., Vd]`, or only the columns `candidates [..., C]` -> `[..., C]`."""
         if candidates is None:
             return self.markov_w2(latent)
+        if not self.markov_w2.weight.is_floating_point():  # quantised rows cannot be picked out
+            return self.markov_w2(latent).gather(-1, candidates)
         return torch.einsum("...cr,...r->...c", self.markov_w2.weight[candidates], latent)
 
 

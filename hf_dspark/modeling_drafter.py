@@ -10,7 +10,10 @@ layers, Dt target hidden, V / Vd target / draft vocabulary, r Markov rank.
 
 import copy
 import dataclasses
-from collections.abc import Callable
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
@@ -21,6 +24,8 @@ from .configuration_dspark import DSparkConfig
 from .heads import MARKOV_HEADS, ConfidenceHead
 
 if TYPE_CHECKING:
+    from .memory_report import MemoryReport
+    from .model_card import CardFigures
     from .rounds import DecodingRound
     from .scheduling import Scheduler
     from .sps_profile import SPSProfile
@@ -54,6 +59,7 @@ class Drafter(PreTrainedModel):
     # Frozen copies of the target's modules in published folders: the live target lends its own. Only a reduced
     # vocabulary has an lm_head here.
     _keys_to_ignore_on_load_unexpected = [r"^embed_tokens\.", r"^lm_head\."]
+    _keep_in_fp32_modules = ["confidence_head"]  # computed in float32 anyway; and quantisers leave it alone
     is_dspark_drafter = True  # what the hook looks for: a remote-code copy of this class must work too
     is_autoregressive: ClassVar[bool]  # whether a draft has to be known before the next one's hidden state can be
 
@@ -111,6 +117,66 @@ class Drafter(PreTrainedModel):
         view = copy.copy(self)  # nn.Module's __dict__ is copied one level deep: parameters and modules are shared
         view.options = merged
         return view
+
+    def memory_report(self, target: PreTrainedModel) -> "MemoryReport":
+        """
+        What this drafter and `target` take in memory, in bytes: weights, caches, and what sharing the target's
+        embeddings and LM head saves. Print it for a table. The models may be on any device, "meta" included.
+
+        Raises:
+            ValueError: the two do not fit.
+        """
+        from .memory_report import memory_report
+
+        return memory_report(self, target)
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike, *args: Any, model_card: str | None = None, **kwargs: Any
+    ) -> None:
+        """
+        Saves config and tensors, the drafter's own only; as in [`~transformers.PreTrainedModel.save_pretrained`].
+
+        Args:
+            model_card (`str`, *optional*): Written as README.md; see [`~hf_dspark.model_card.model_card`].
+        """
+        super().save_pretrained(save_directory, *args, **kwargs)
+        if model_card is not None and kwargs.get("is_main_process", True):
+            Path(save_directory, "README.md").write_text(model_card, encoding="utf-8")
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        figures: "CardFigures | None" = None,
+        model_card: str | None = None,
+        max_shard_size: int | str | None = "50GB",
+        tags: Sequence[str] | None = None,
+        **options: Any,
+    ) -> str:
+        """
+        Publishes the drafter with a card, in one commit or not at all. A README.md that is there is replaced.
+
+        Args:
+            repo_id (`str`): `owner/name`, or `name` for the token's owner.
+            figures ([`~hf_dspark.model_card.CardFigures`], *optional*): What the card tells besides the config.
+            model_card (`str`, *optional*): The card, in place of a generated one.
+            max_shard_size (`int` or `str`, *optional*), tags (`Sequence[str]`, *optional*): As ever.
+            options: `private`, `token`, `revision`, `create_pr`, `commit_message`, `commit_description`; see
+                [`~hf_dspark.hub.publish`].
+
+        Returns:
+            `str`: URL of the commit.
+
+        Raises:
+            PublishError: offline, no token or no right to write; the message says which.
+        """
+        from .hub import publish
+        from .model_card import model_card as make_card
+
+        card = model_card or make_card(self.config, repo_id, figures, tags=tags or ())
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder, model_card=card, max_shard_size=max_shard_size)
+            return publish(folder, repo_id, **options)
 
     def teacher_forced(
         self, hidden: torch.Tensor, base_logits: torch.Tensor, previous_ids: torch.LongTensor

@@ -112,7 +112,9 @@ class AutoregressiveProposer:
     def __init__(self, view: TargetView, num_rows: int, cache: EntryCache | None):
         self.view = view
         if cache is None:
-            cache = EntryCache(num_rows, view.drafter.fc.weight.new_zeros(num_rows, view.drafter.config.hidden_size))
+            drafter = view.drafter
+            width, device = drafter.config.hidden_size, drafter.fc.weight.device
+            cache = EntryCache(num_rows, torch.zeros(num_rows, width, dtype=drafter.dtype, device=device))
         self.cache = cache
 
     def read(

@@ -163,9 +163,9 @@ class DraftStep:
         )
         vocab_size = target.get_input_embeddings().num_embeddings
         self._anchors = torch.randint(vocab_size, (max_rows,), generator=generator).tolist()
-        width = drafter.fc.weight.shape[1]
+        width = drafter.fc.in_features
         features = torch.randn(CONTEXT_PER_ROUND, width, generator=generator)
-        self._features = features.to(device=self.device, dtype=drafter.fc.weight.dtype)
+        self._features = features.to(device=self.device, dtype=drafter.dtype)
         self._run(max_rows)  # reserves the slots
         for layer in self.session.cache.layers:
             for slab in layer.slabs:

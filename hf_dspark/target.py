@@ -78,14 +78,15 @@ class TargetView:
 
     def context_features(self, hidden_states: Sequence[torch.Tensor]) -> torch.Tensor:
         """The target's `hidden_states` tuple -> `[..., M*Dt]` on the drafter's device, in its dtype (Eq. 2)."""
-        home = self.drafter.fc.weight
+        device, dtype = self.drafter.fc.weight.device, self.drafter.dtype  # a quantised weight has a dtype of its own
         tapped = [hidden_states[index] for index in self.hidden_state_indices]
-        return torch.cat([states.to(device=home.device, dtype=home.dtype) for states in tapped], dim=-1)
+        return torch.cat([states.to(device=device, dtype=dtype) for states in tapped], dim=-1)
 
     def noise_embeds(self, token_ids: torch.LongTensor) -> torch.Tensor:
         """Embeds target token ids `[...]` with the target's own module -> `[..., D]` in the drafter's dtype."""
-        home, scale = self.drafter.fc.weight, self.drafter.config.embedding_scale
-        embeds = self.embed_tokens(self.to_target(token_ids)).to(device=home.device, dtype=home.dtype)
+        device, dtype = self.drafter.fc.weight.device, self.drafter.dtype
+        embeds = self.embed_tokens(self.to_target(token_ids)).to(device=device, dtype=dtype)
+        scale = self.drafter.config.embedding_scale
         if scale is not None:  # other than what the target's module (Gemma's) multiplies its rows by
             scale /= float(getattr(self.embed_tokens, "scalar_embed_scale", 1.0))
         return embeds if scale is None or scale == 1 else embeds * scale

@@ -14,9 +14,11 @@ from .calibrate import add_calibrate_command
 from .convert import add_convert_command
 from .demo import add_demo_command
 from .evaluate import add_evaluate_command
+from .export_generate import add_export_generate_command
 from .inspect import add_inspect_command
 from .prepare_data import add_prepare_data_command
 from .profile import add_profile_command
+from .publish import add_publish_command
 from .train import add_train_command
 
 __all__ = ["COMMANDS", "command_parser", "main", "parse_scheduler"]
@@ -30,6 +32,8 @@ COMMANDS = (
     add_evaluate_command,
     add_inspect_command,
     add_convert_command,
+    add_publish_command,
+    add_export_generate_command,
 )
 
 

@@ -17,11 +17,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ..configuration_autoregressive import AutoregressiveConfig
 from ..demo import load_demo_target
-from ..modeling_autoregressive import AutoregressiveDrafter
+from ..hub import drafter_class
 from ..modeling_drafter import Drafter
-from ..modeling_dspark import DSparkDrafter
 from ..prompt_sets import HUB_SETS, PromptSet, load_prompts
 from .arguments import at_least
 
@@ -81,7 +79,7 @@ def load_target(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTo
 def load_drafter(source: str | Path, target: PreTrainedModel) -> Drafter:
     """A drafter for `target`, of the kind that its config says."""
     config, _ = PreTrainedConfig.get_config_dict(source)
-    kind = AutoregressiveDrafter if config.get("model_type") == AutoregressiveConfig.model_type else DSparkDrafter
+    kind = drafter_class(config.get("model_type"))
     return kind.from_pretrained(source, dtype=target.dtype).eval().to(target.device)
 
 

@@ -30,22 +30,26 @@ def readme(config: DSparkConfig, layout: str, *, folder: str, source: str, table
     target = config.target_name_or_path or "TARGET"
     drafts, slots = config.num_drafts, config.block_size
     kind = "DSpark" if config.markov_rank else "DFlash"
-    sections = [
+    parts = [
         f"# {kind} drafter for {target}",
         f"Written by `hf-dspark convert --to {layout}` from `{source}`. {drafts} drafts a round "
         f"({slots} slots, the anchor {'predicts too' if config.sample_from_anchor else 'does not predict'}), "
         f"target layers {config.target_layer_ids}. Embeddings and LM head are the target's."
         + ("" if config.target_name_or_path else " TARGET stands for the model it was trained for."),
-        _section("transformers", _transformers(target, folder)),
-        _section("vLLM", _vllm(config, layout, target, folder)),
-        _section("SGLang", _sglang(config, layout, target, folder, tables)),
-        _section("llama.cpp", _llama_cpp(config, layout, target, folder)),
+        *(f"## {name}\n{body}" for name, body in serving(config, layout, folder=folder, tables=tables).items()),
     ]
-    return "\n\n".join(sections) + "\n"
+    return "\n\n".join(parts) + "\n"
 
 
-def _section(name: str, body: str) -> str:
-    return f"## {name}\n{body}"
+def serving(config: DSparkConfig, layout: str, *, folder: str, tables: Sequence[str] = ()) -> dict[str, str]:
+    """For each server, the commands in Markdown; the arguments are those of [`readme`]."""
+    target = config.target_name_or_path or "TARGET"
+    return {
+        "transformers": _transformers(target, folder),
+        "vLLM": _vllm(config, layout, target, folder),
+        "SGLang": _sglang(config, layout, target, folder, tables),
+        "llama.cpp": _llama_cpp(config, layout, target, folder),
+    }
 
 
 def _code(text: str, language: str = "bash") -> str:
