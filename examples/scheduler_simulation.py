@@ -142,7 +142,7 @@ def run_record(args: argparse.Namespace) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from hf_dspark import DSparkDrafter
+    from hf_dspark.cli.models import load_drafter
     from hf_dspark.demo import load_demo_pair, load_demo_target
 
     if args.threads:
@@ -153,7 +153,7 @@ def run_record(args: argparse.Namespace) -> None:
         tokenizer = AutoTokenizer.from_pretrained(args.target, padding_side="left")
     else:
         target, tokenizer = load_demo_target()
-    drafter = DSparkDrafter.from_pretrained(args.drafter).eval() if args.drafter else load_demo_pair()[2]
+    drafter = load_drafter(args.drafter, target) if args.drafter else load_demo_pair()[2]
 
     def batches():
         for path, rows in prompts.items():

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from .configuration_autoregressive import AutoregressiveConfig
 from .modeling_autoregressive import AutoregressiveDrafter
-from .training.initialization import default_target_layers, new_drafter
+from .training.initialization import default_target_layers, fitting_config, new_drafter
 
 # What says of a config that it is another one's.
 _IDENTITY = ("model_type", "architectures", "transformers_version", "dtype", "layer_types")
@@ -33,7 +33,7 @@ def new_autoregressive_drafter(
     Source: https://huggingface.co/papers/2503.01840, section 3.
 
     Raises:
-        ValueError: Fields contradict each other.
+        ValueError: As for [`new_drafter`].
     """
     plain = {"num_hidden_layers": 1, "markov_rank": 0, "enable_confidence_head": False}
     fitting = new_drafter(target, 0, draft_token_ids=draft_token_ids, **plain)
@@ -43,7 +43,7 @@ def new_autoregressive_drafter(
         "enable_confidence_head": True,
         "target_layer_ids": default_target_layers(target.config.get_text_config().num_hidden_layers, 3),
     }
-    drafter = AutoregressiveDrafter(AutoregressiveConfig(**(fields | config)))
+    drafter = AutoregressiveDrafter(fitting_config(AutoregressiveConfig, fields, config))
     if drafter.has_own_vocabulary and draft_token_ids is not None:
         drafter.lm_head = fitting.lm_head
         drafter.d2t.copy_(fitting.d2t)

@@ -21,9 +21,9 @@ import torch
 from transformers import PreTrainedModel
 
 from .calibration_report import CalibrationReport, temperatures_from_sglang
-from .configuration_dspark import CALIBRATED_MODES, DSparkConfig
+from .configuration_dspark import CALIBRATED_MODES
 from .json_files import read_object, write_object
-from .modeling_dspark import DSparkDrafter
+from .modeling_drafter import Drafter
 from .recording import WholeBlocks, left_padded
 from .rounds import DecodingRound
 from .temperature_scaling import confidence_logits, fit_temperatures
@@ -31,6 +31,7 @@ from .temperature_scaling import confidence_logits, fit_temperatures
 Prompts = Sequence[Sequence[int]] | Iterable[Mapping[str, torch.Tensor]]
 """Token ids of each prompt; or batches as `generate` takes them, left-padded `input_ids` and `attention_mask`."""
 
+MAX_NEW_TOKENS = 128
 MIN_ROUNDS = 200  # with fewer, the fit would follow single rounds; some thousands are better
 
 
@@ -50,13 +51,13 @@ class ConfidenceRounds:
 
 def calibrate(
     target: PreTrainedModel,
-    drafter: DSparkDrafter,
+    drafter: Drafter,
     prompts: Prompts,
     *,
     modes: Sequence[str] = CALIBRATED_MODES,
     dataset: str = "unnamed",
     temperature: float = 1.0,
-    max_new_tokens: int = 128,
+    max_new_tokens: int = MAX_NEW_TOKENS,
     batch_size: int = 8,
     seed: int = 0,
     **generation_options: Any,
@@ -73,7 +74,7 @@ def calibrate(
 
     Args:
         target ([`~transformers.PreTrainedModel`]): The target.
-        drafter ([`DSparkDrafter`]): The drafter; a confidence head is needed. Earlier temperatures are not used.
+        drafter ([`Drafter`]): The drafter; a confidence head is needed. Earlier temperatures are not used.
         prompts (`Sequence[Sequence[int]]`, or an iterable of batches with `input_ids` and `attention_mask`):
             Prompts as token ids; some hundred of them, of the kind that will be decoded.
         modes (`Sequence[str]`, *optional*): `"greedy"`, `"sampling"`, or both (the default). The config keeps what it
@@ -106,7 +107,7 @@ def calibrate(
             seed=seed,
             **generation_options,
         )
-        for mode, prompts in _for_each_mode(drafter, prompts, modes)
+        for mode, prompts in _for_each_mode(drafter, prompts, modes, max_new_tokens)
     }
     reports = {}
     for mode, found in rounds.items():
@@ -121,7 +122,7 @@ def calibrate(
 
 def evaluate_calibration(
     target: PreTrainedModel,
-    drafter: DSparkDrafter,
+    drafter: Drafter,
     prompts: Prompts,
     *,
     modes: Sequence[str] | None = None,
@@ -147,7 +148,7 @@ def evaluate_calibration(
             f"the drafter has no confidence_temperatures for {missing if modes else 'any mode'}: run calibrate first"
         )
     reports = {}
-    for mode, given in _for_each_mode(drafter, prompts, modes):
+    for mode, given in _for_each_mode(drafter, prompts, modes, options.get("max_new_tokens", MAX_NEW_TOKENS)):
         found = collect_rounds(target, drafter, given, mode=mode, **options)
         reports[mode] = CalibrationReport.of_rounds(
             found.logits, found.num_accepted, temperatures=temperatures[mode], mode=mode, dataset=dataset
@@ -157,12 +158,12 @@ def evaluate_calibration(
 
 def collect_rounds(
     target: PreTrainedModel,
-    drafter: DSparkDrafter,
+    drafter: Drafter,
     prompts: Prompts,
     *,
     mode: str,
     temperature: float = 1.0,
-    max_new_tokens: int = 128,
+    max_new_tokens: int = MAX_NEW_TOKENS,
     batch_size: int = 8,
     seed: int = 0,
     **generation_options: Any,
@@ -187,8 +188,8 @@ def collect_rounds(
     if len(whole) < MIN_ROUNDS:
         raise ValueError(
             f"calibration needs {MIN_ROUNDS} rounds that verify the whole block of {num_drafts} drafts, but decoding "
-            f"the prompts ({mode}) gave {len(whole)} of them; give more prompts, or a larger max_new_tokens than "
-            f"{max_new_tokens}"
+            f"the prompts ({mode}) gave {len(whole)} of them; give more prompts (some hundred), or a larger "
+            f"max_new_tokens (--max-new-tokens) than {max_new_tokens}"
         )
     return ConfidenceRounds(
         torch.from_numpy(confidence_logits([r.confidence for r in whole])),
@@ -196,12 +197,12 @@ def collect_rounds(
     )
 
 
-def store_calibration(drafter: DSparkDrafter, report: CalibrationReport, *, temperature: float = 1.0) -> None:
+def store_calibration(drafter: Drafter, report: CalibrationReport, *, temperature: float = 1.0) -> None:
     """
     Writes a report's temperatures and where they come from into `drafter.config`, for the report's mode.
 
     Args:
-        drafter ([`DSparkDrafter`]): The drafter, or a view of it.
+        drafter ([`Drafter`]): The drafter, or a view of it.
         report ([`CalibrationReport`]): What was found on the rounds that were fitted.
         temperature (`float`, *optional*, defaults to 1.0): Temperature of the sampled text; greedy is recorded as 0.
 
@@ -220,12 +221,12 @@ def store_calibration(drafter: DSparkDrafter, report: CalibrationReport, *, temp
     _store(drafter, report.mode, report.temperatures, origin)
 
 
-def load_sglang(drafter: DSparkDrafter, source: str | os.PathLike | Mapping[str, Any], *, mode: str) -> None:
+def load_sglang(drafter: Drafter, source: str | os.PathLike | Mapping[str, Any], *, mode: str) -> None:
     """
     Takes the temperatures of one mode from an SGLang table; what the config said about that mode's origin goes.
 
     Args:
-        drafter ([`DSparkDrafter`]): The drafter, or a view of it.
+        drafter ([`Drafter`]): The drafter, or a view of it.
         source (`str`, `os.PathLike` or a mapping): The JSON file, or its content.
         mode (`str`): `"greedy"` or `"sampling"`; the table does not say which it is for.
 
@@ -235,7 +236,7 @@ def load_sglang(drafter: DSparkDrafter, source: str | os.PathLike | Mapping[str,
     _store(drafter, mode, temperatures_from_sglang(source), None)
 
 
-def save_calibration(drafter: DSparkDrafter, folder: str | os.PathLike) -> None:
+def save_calibration(drafter: Drafter, folder: str | os.PathLike) -> None:
     """
     Writes the calibration of `drafter` into `config.json` of a drafter folder and leaves all else there as it is.
 
@@ -247,7 +248,7 @@ def save_calibration(drafter: DSparkDrafter, folder: str | os.PathLike) -> None:
         stored = read_object(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder} is no drafter folder: its config.json cannot be read ({error})") from None
-    there, here = DSparkConfig.from_pretrained(folder).num_drafts, drafter.config.num_drafts
+    there, here = type(drafter.config).from_pretrained(folder).num_drafts, drafter.config.num_drafts
     if there != here:
         raise ValueError(f"{folder} holds a drafter of {there} drafts a block, but the calibrated one makes {here}")
     for name in ("confidence_temperatures", "confidence_calibration"):
@@ -255,7 +256,7 @@ def save_calibration(drafter: DSparkDrafter, folder: str | os.PathLike) -> None:
     write_object(path, dict(sorted(stored.items())), indent=2)  # as transformers writes it
 
 
-def _store(drafter: DSparkDrafter, mode: str, temperatures: Sequence[float], origin: Mapping[str, Any] | None) -> None:
+def _store(drafter: Drafter, mode: str, temperatures: Sequence[float], origin: Mapping[str, Any] | None) -> None:
     config = copy.deepcopy(drafter.config)
     config.confidence_temperatures = {
         **(config.confidence_temperatures or {}),
@@ -270,7 +271,36 @@ def _store(drafter: DSparkDrafter, mode: str, temperatures: Sequence[float], ori
     drafter.config.confidence_calibration = config.confidence_calibration
 
 
-def _for_each_mode(drafter: DSparkDrafter, prompts: Prompts, modes: Sequence[str]) -> list[tuple[str, list]]:
+def check_enough_prompts(num_prompts: int, drafter: Drafter, max_new_tokens: int) -> None:
+    """
+    Refuses prompts that cannot come to the rounds that are needed, however few of their drafts are accepted.
+
+    A round commits a token at least and verifies a whole block only where there is room for one, so a prompt has at
+    most `max_new_tokens - K` such rounds.
+
+    Raises:
+        ValueError: There are too few prompts, or there is no room for a block; the message says what would do.
+    """
+    num_drafts = drafter.config.num_drafts
+    each = max_new_tokens - num_drafts
+    if each < 1:
+        raise ValueError(
+            f"calibration needs {MIN_ROUNDS} rounds that verify the whole block of {num_drafts} drafts, for which "
+            f"max_new_tokens={max_new_tokens} leaves no room; raise max_new_tokens (--max-new-tokens)"
+        )
+    if num_prompts * each < MIN_ROUNDS:
+        given = "1 prompt" if num_prompts == 1 else f"{num_prompts} prompts"
+        raise ValueError(
+            f"calibration needs {MIN_ROUNDS} rounds that verify the whole block of {num_drafts} drafts, but {given} "
+            f"of at most {max_new_tokens} new tokens have {num_prompts * each} at most: give "
+            f"{math.ceil(MIN_ROUNDS / each)} prompts at the very least (some hundred are better), or raise "
+            "max_new_tokens (--max-new-tokens)"
+        )
+
+
+def _for_each_mode(
+    drafter: Drafter, prompts: Prompts, modes: Sequence[str], max_new_tokens: int
+) -> list[tuple[str, list]]:
     """Checks what `calibrate` was given, before the first forward; prompts are walked through once for each mode."""
     if drafter.confidence_head is None:
         raise ValueError(
@@ -285,6 +315,8 @@ def _for_each_mode(drafter: DSparkDrafter, prompts: Prompts, modes: Sequence[str
         raise TypeError("prompts must be a list of token ids or of batches; encode text with the target's tokenizer")
     if not all(len(prompt) for prompt in kept):
         raise ValueError(f"prompt {[len(prompt) for prompt in kept].index(0)} is empty; each needs a token at least")
+    num_prompts = sum(len(prompt["input_ids"]) if isinstance(prompt, Mapping) else 1 for prompt in kept)
+    check_enough_prompts(num_prompts, drafter, max_new_tokens)
     return [(mode, kept) for mode in dict.fromkeys(modes)]
 
 

@@ -193,11 +193,15 @@ class CalibrationReport:
         columns = zip(self.temperatures, self.conditional_acceptance, self.before, self.after, strict=True)
         for k, (temperature, accepted, before, after) in enumerate(columns, start=1):
             rows.append(
-                f"| {k} | {temperature:.2f} | {accepted:.3f} | {before.ece:.2%} | {after.ece:.2%} "
-                f"| {after.noise_floor:.2%} | {before.auc:.3f} | {after.auc:.3f} | {before.brier:.4f} "
+                f"| {k} | {temperature:.2f} | {_figure(accepted)} | {before.ece:.2%} | {after.ece:.2%} "
+                f"| {after.noise_floor:.2%} | {_figure(before.auc)} | {_figure(after.auc)} | {before.brier:.4f} "
                 f"| {after.brier:.4f} |"
             )
         return "\n".join(rows)
+
+
+def _figure(value: float) -> str:
+    return "–" if math.isnan(value) else f"{value:.3f}"
 
 
 def temperatures_from_sglang(source: str | os.PathLike | Mapping[str, Any]) -> tuple[float, ...]:

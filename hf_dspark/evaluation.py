@@ -9,7 +9,6 @@ Source: https://huggingface.co/papers/2607.05147, section 4. Shape legend: K dra
 """
 
 import dataclasses
-import math
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +22,7 @@ from transformers.utils import logging
 from .chance import refuse_random_prompts
 from .chats import answer_turns, prompt_ids
 from .comparison import timed_generate, warm_up
+from .evaluation_checks import check_evaluation
 from .evaluation_figures import SetFigures, SpeedFigures
 from .json_files import read_object, without_nan, write_object
 from .modeling_drafter import Drafter
@@ -122,9 +122,10 @@ def evaluate(
 
     Raises:
         ValueError: There is nothing to decode, an option is out of range, or prompts are random tokens.
+        TypeError: An argument is of another kind.
     """
     drafters = drafter if isinstance(drafter, Mapping) else {"drafter": drafter}
-    _check(drafters, prompt_sets, temperatures, thresholds, max_new_tokens, batch_size)
+    check_evaluation(target, drafters, tokenizer, prompt_sets, temperatures, thresholds, max_new_tokens, batch_size)
     if not allow_random:
         for prompts in prompt_sets:
             refuse_random_prompts(target, tokenizer, prompts)
@@ -313,35 +314,6 @@ def _num_cut(prompts: PromptSet, answers: Sequence[Any]) -> int:
         given[answer.conversation] += 1
     asked = [len(user_turns(conversation)) for conversation in prompts.conversations]
     return sum(few < many for few, many in zip(given, asked, strict=True))
-
-
-def _check(
-    drafters: Mapping[str, Drafter],
-    prompt_sets: Sequence[PromptSet],
-    temperatures: Sequence[float],
-    thresholds: Sequence[float],
-    max_new_tokens: int,
-    batch_size: int,
-) -> None:
-    if not drafters or not prompt_sets or not temperatures:
-        raise ValueError("nothing to evaluate: give a drafter, a prompt set and a temperature at least")
-    if empty := [prompts.name for prompts in prompt_sets if not len(prompts)]:
-        raise ValueError(f"the prompt set {empty[0]!r} is empty; each needs a conversation at least")
-    names = [prompts.name for prompts in prompt_sets]
-    if len(set(names)) < len(names) or len(set(temperatures)) < len(temperatures):
-        raise ValueError(
-            f"prompt sets {names} and temperatures {list(temperatures)} must each be there once: figures go by their "
-            "names"
-        )
-    if bad := [t for t in temperatures if not 0 <= t < math.inf]:
-        raise ValueError(f"temperatures={list(temperatures)}: {bad[0]} must be 0 (greedy) or a positive number")
-    if bad := [t for t in thresholds if not 0 <= t <= 1]:
-        raise ValueError(f"thresholds={list(thresholds)}: {bad[0]} is no probability")
-    if max_new_tokens < 2 or batch_size < 1:
-        raise ValueError(
-            f"max_new_tokens={max_new_tokens} must be at least 2 (the first token comes from the prefill, without a "
-            f"round) and batch_size={batch_size} at least 1"
-        )
 
 
 def _is_plain(value: Any) -> bool:

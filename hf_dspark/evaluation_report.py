@@ -53,6 +53,18 @@ def write_report(evaluation: Evaluation, folder: str | os.PathLike, *, plot: boo
     return written
 
 
+def earlier_report(folder: str | os.PathLike) -> list[Path]:
+    """What [`write_report`] wrote into a folder before, pictures included; empty if there is nothing of it."""
+    patterns = ("evaluation.json", "evaluation.md", "acceptance.png", "thresholds.png", "reliability*.png")
+    return [path for pattern in patterns for path in sorted(Path(folder).glob(pattern)) if path.is_file()]
+
+
+def remove_report(folder: str | os.PathLike) -> None:
+    """Removes what [`earlier_report`] finds, and nothing else: no picture of another run stays beside a new table."""
+    for path in earlier_report(folder):
+        path.unlink()
+
+
 def markdown_report(evaluation: Evaluation) -> str:
     """All tables, as Markdown."""
     results = evaluation.results

@@ -4,6 +4,7 @@ Contract: a function takes finished figures and a path, and writes the picture w
 matplotlib's global state (pyplot, the backend) is touched.
 """
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -139,8 +140,9 @@ def plot_reliability(reports: "Sequence[CalibrationReport]", path: str | os.Path
             _draw_bins(axes, after, report.num_rounds, color="C0", label="after")
             shares = [each.num_rounds / report.num_rounds for each in after.bins]
             axes.bar([each.predicted for each in after.bins], shares, width=0.03, color="C0", alpha=0.2, linewidth=0)
-            axes.set_title(f"draft {k + 1}, T = {report.temperatures[k]:.2f}", fontsize="medium")
-            errors = f"ECE {100 * before.ece:.1f} → {100 * after.ece:.1f} %\nAUC {after.auc:.2f}"
+            title = f"draft {k + 1}\ntemperature of the confidences {report.temperatures[k]:.2f}"
+            axes.set_title(title, fontsize="small")
+            errors = f"ECE {100 * before.ece:.1f} → {100 * after.ece:.1f} %\nAUC {_figure(after.auc)}"
             box = {"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 1.5}
             axes.text(
                 0.03, 0.97, errors, transform=axes.transAxes, fontsize="small", verticalalignment="top", bbox=box
@@ -164,13 +166,16 @@ def _draw_bins(axes: Any, quality: "PositionQuality", num_rounds: int, *, color:
     axes.scatter(predicted, observed, s=sizes, color=color, alpha=0.7, linewidths=0)
 
 
+MARKERS = "osD^vPX*"
+SHIFT = 0.08  # of a draft, between drafters
 FEW_ROUNDS = 30  # a share of fewer is drawn hollow
 
 
 def plot_conditional_acceptance(results: "Sequence[SetFigures]", path: str | os.PathLike) -> None:
     """
     Conditional acceptance at each draft, a curve for each drafter and a panel for each set (across) and temperature
-    (down): Fig. 2 of the paper. Points of fewer than 30 rounds are hollow.
+    (down): Fig. 2 of the paper. Drafters are a little apart, so that equal ones show. Points of fewer than 30 rounds
+    are hollow.
 
     Args:
         results (`Sequence[SetFigures]`): What to show.
@@ -181,14 +186,18 @@ def plot_conditional_acceptance(results: "Sequence[SetFigures]", path: str | os.
         ValueError: there is no result.
     """
     figure, panels = _panels(results)
+    num_drafts = max(len(result.conditional_acceptance) for result in results)
     for (dataset, temperature), (axes,) in panels.items():
-        for color, result in _curves(results, dataset, temperature):
+        for style, shift, result in _curves(results, dataset, temperature):
             positions = np.arange(1, len(result.conditional_acceptance) + 1)
             values, reached = np.array(result.conditional_acceptance), np.array(result.num_reached)
-            axes.plot(positions, values, color=color, linewidth=1.5, label=result.drafter)
-            for enough, face in ((reached >= FEW_ROUNDS, color), (reached < FEW_ROUNDS, "white")):
-                axes.scatter(positions[enough], values[enough], s=22, facecolor=face, edgecolor=color, zorder=3)
-            axes.set_xticks(positions)
+            axes.plot(positions + shift, values, label=result.drafter, **{**style, "marker": None})
+            for enough, face in ((reached >= FEW_ROUNDS, style["color"]), (reached < FEW_ROUNDS, "white")):
+                x, marker = positions[enough] + shift, style["marker"]
+                axes.scatter(
+                    x, values[enough], s=24, marker=marker, facecolor=face, edgecolor=style["color"], zorder=3
+                )
+        axes.set_xticks(range(1, num_drafts + 1))
         axes.set(ylim=(0, 1.03), title=f"{dataset}, T = {temperature:g}", xlabel="draft")
     _finish(figure, panels, ("accepted, if all before were",))
     save_figure(figure, path)
@@ -210,10 +219,10 @@ def plot_thresholds(results: "Sequence[SetFigures]", path: str | os.PathLike) ->
     figure, panels = _panels(results, each=2)
     num_drafts = max(len(result.acceptance) for result in results)
     for (dataset, temperature), (rates, lengths) in panels.items():
-        for color, result in _curves(results, dataset, temperature):
+        for style, _, result in _curves(results, dataset, temperature):
             thresholds = [each.threshold for each in result.thresholds]
-            rates.plot(thresholds, [t.verify_rate for t in result.thresholds], "o-", color=color, label=result.drafter)
-            lengths.plot(thresholds, [t.verify_length for t in result.thresholds], "o-", color=color)
+            rates.plot(thresholds, [t.verify_rate for t in result.thresholds], label=result.drafter, **style)
+            lengths.plot(thresholds, [t.verify_length for t in result.thresholds], **style)
         rates.set(ylim=(0, 1.03), title=f"{dataset}, T = {temperature:g}")
         lengths.set(ylim=(0, num_drafts), xlabel="confidence threshold")
         rates.sharex(lengths)  # where nothing was verified there is no rate
@@ -227,7 +236,7 @@ def _panels(results: "Sequence[SetFigures]", each: int = 1) -> tuple[Any, dict[t
         raise ValueError("no results to draw; give one at least")
     sets = list(dict.fromkeys(result.dataset for result in results))
     temperatures = list(dict.fromkeys(result.temperature for result in results))
-    figure = new_figure(figsize=(1.2 + 2.9 * len(sets), 0.6 + 2.4 * each * len(temperatures)))
+    figure = new_figure(figsize=(max(1.2 + 2.9 * len(sets), 5.4), 0.6 + 2.4 * each * len(temperatures)))
     grid = figure.subplots(each * len(temperatures), len(sets), squeeze=False)
     return figure, {
         (dataset, temperature): list(grid[each * row : each * (row + 1), column])
@@ -236,12 +245,26 @@ def _panels(results: "Sequence[SetFigures]", each: int = 1) -> tuple[Any, dict[t
     }
 
 
-def _curves(results: "Sequence[SetFigures]", dataset: str, temperature: float) -> "list[tuple[str, SetFigures]]":
-    """Results of a panel, each with the colour of its drafter."""
+def _curves(
+    results: "Sequence[SetFigures]", dataset: str, temperature: float
+) -> "list[tuple[dict[str, Any], float, SetFigures]]":
+    """
+    Results of a panel: each with the style of its drafter, and how far it is moved aside. The first curves are the
+    widest, so that those that coincide show below the later ones.
+    """
     drafters = list(dict.fromkeys(result.drafter for result in results))
-    return [
-        (f"C{drafters.index(r.drafter)}", r) for r in results if (r.dataset, r.temperature) == (dataset, temperature)
-    ]
+    found = []
+    for result in results:
+        if (result.dataset, result.temperature) == (dataset, temperature):
+            number = drafters.index(result.drafter)
+            width = min(1.3 + 1.2 * (len(drafters) - 1 - number), 6.0)
+            style = {"color": f"C{number}", "marker": MARKERS[number % len(MARKERS)], "linewidth": width, "alpha": 0.8}
+            found.append((style, SHIFT * (number - (len(drafters) - 1) / 2), result))
+    return found
+
+
+def _figure(value: float) -> str:
+    return "–" if math.isnan(value) else f"{value:.2f}"
 
 
 def _finish(figure: Any, panels: dict[tuple[str, float], list[Any]], labels: Sequence[str]) -> None:

@@ -29,6 +29,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .chats import Answer, answer_turns, prompt_ids
 from .comparison import new_ids
+from .evaluation_checks import check_numbers, check_prompt_sets
 from .growing_file import GrowingFile
 from .modeling_drafter import Drafter
 from .prompt_sets import Conversation, PromptSet, chunks, first_turns
@@ -53,6 +54,7 @@ class Sampling:
 
     Raises:
         ValueError: A value is out of range.
+        TypeError: The temperatures are no list or tuple of numbers.
     """
 
     temperatures: tuple[float, ...] = (1.0,)
@@ -63,6 +65,7 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_numbers("temperatures", self.temperatures)
         if not self.temperatures or any(not 0 <= t < float("inf") for t in self.temperatures):
             raise ValueError(f"temperatures={self.temperatures} must be numbers from 0 (greedy), one at least")
         if len(set(self.temperatures)) < len(self.temperatures):
@@ -148,9 +151,13 @@ def prepare_data(
     Raises:
         ValueError: Nothing to answer; or the file at `output` is another's, was made with other parameters, or is
             shorter than its record says.
+        TypeError: `prompt_sets` are no [`PromptSet`]s, or `how` is no [`Sampling`].
         OSError: The file cannot be written.
     """
-    how = how or Sampling()
+    check_prompt_sets(prompt_sets)
+    how = Sampling() if how is None else how
+    if not isinstance(how, Sampling):
+        raise TypeError(f"how must be a Sampling, such as Sampling(temperatures=(0.0,)), got {type(how).__name__}")
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size} must be at least 1")
     limit = _positions(target)

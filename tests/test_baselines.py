@@ -1,5 +1,6 @@
 """What DSpark is compared with: every baseline can be built, learns to draft what it is asked for, and is lossless."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -228,3 +229,21 @@ def test_a_reduced_vocabulary_starts_from_the_targets_rows_and_stays_frozen():
 def test_fields_that_contradict_the_kind_are_refused():
     with pytest.raises(ValueError, match="markov_rank=8 is not possible"):
         new_autoregressive_drafter(tiny_target("llama"), markov_rank=8)
+
+
+@pytest.mark.parametrize("new", [partial(new_drafter, mask_token_id=2), new_autoregressive_drafter])
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"blok_size": 3}, "no field 'blok_size'; did you mean 'block_size'"),
+        ({"block_size": "three"}, "'block_size' expected int"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0 must be at least 1"),
+        ({"draft_token_ids": [3, 4, 3]}, "holds 3 more than once"),
+        ({"draft_token_ids": [3, 10**6]}, "holds 1000000; the target's tokens are 0 to"),
+        ({"draft_token_ids": [-1, 3]}, "holds -1"),
+        ({"draft_token_ids": []}, "draft_token_ids is empty"),
+    ],
+)
+def test_fields_that_make_no_drafter_are_named(new, fields, message):
+    with pytest.raises(ValueError, match=message):
+        new(tiny_target("llama"), **fields)

@@ -199,7 +199,7 @@ def test_an_error_while_decoding_or_fitting_leaves_the_drafter_as_it_was(target,
         ({"modes": ["warm"]}, ValueError, "allowed are one or both"),
         ({"modes": []}, ValueError, "allowed are one or both"),
         ({"modes": "greedy"}, ValueError, "as a list"),
-        ({"prompts": [[3, 4]], "max_new_tokens": 12}, ValueError, rf"needs {MIN_ROUNDS} rounds.*gave \d+ of them"),
+        ({"prompts": [[3, 4]], "max_new_tokens": 12}, ValueError, rf"needs {MIN_ROUNDS} rounds.*: give \d+ prompts"),
     ],
 )
 def test_what_cannot_be_calibrated_is_refused(target, drafter, given, error, said):

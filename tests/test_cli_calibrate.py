@@ -6,8 +6,10 @@ import re
 import pytest
 
 from hf_dspark import DSparkDrafter, cli
+from hf_dspark.baselines import new_autoregressive_drafter
 from hf_dspark.cli.calibrate import read_prompts
 from hf_dspark.demo import DRAFTER_FOLDER
+from hf_dspark.modeling_autoregressive import AutoregressiveDrafter
 from hf_dspark.plots import plot_reliability
 from tests.drafters import tiny_drafter
 from tests.tiny import tiny_target
@@ -111,7 +113,7 @@ def test_a_folder_that_is_not_empty_is_replaced_whole_when_forced(run, tmp_path,
     assert sorted(contents(output)) == ["README.md", "config.json", "model.safetensors"]
 
 
-def test_a_copy_that_fails_leaves_what_was_there(run, tmp_path, monkeypatch):
+def test_a_copy_that_fails_leaves_what_was_there(run, tmp_path, monkeypatch, capsys):
     output = tmp_path / "there"
     output.mkdir()
     (output / "precious.txt").write_text("old")
@@ -120,8 +122,8 @@ def test_a_copy_that_fails_leaves_what_was_there(run, tmp_path, monkeypatch):
         raise OSError("the disk is full")
 
     monkeypatch.setattr("hf_dspark.cli.calibrate.save_calibration", failing)
-    with pytest.raises(OSError, match="the disk is full"):
-        run("--output", output, "--force", "--modes", "greedy")
+    assert run("--output", output, "--force", "--modes", "greedy") == 1
+    assert capsys.readouterr().err == "error: the disk is full\n"
     assert contents(output) == {"precious.txt": b"old"}
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
@@ -147,6 +149,24 @@ def test_the_packaged_drafter_is_never_written_without_being_named(run, prompts,
 )
 def test_what_cannot_be_done_is_refused_with_its_reason(run, options, said, capsys):
     assert said in refused(capsys, run, *options)
+
+
+def test_too_few_prompts_are_refused_before_anything_is_decoded(run, prompts, monkeypatch, capsys):
+    monkeypatch.setattr("hf_dspark.calibration.WholeBlocks", None)
+    error = refused(capsys, run, "--limit", "4")
+    assert "4 prompts of at most 24 new tokens have 80 at most: give 10 prompts at the very least" in error
+    held_out = prompts.with_name("held_out.jsonl")
+    held_out.write_text('{"turns": ["x xx xxx"]}\n')
+    assert "but 1 prompt of at most" in refused(capsys, run, "--held-out", held_out)
+    assert "leaves no room" in refused(capsys, run, "--max-new-tokens", "4")
+
+
+def test_a_drafter_of_the_other_kind_is_calibrated_too(run, tmp_path):
+    source, output = tmp_path / "eagle", tmp_path / "calibrated"
+    new_autoregressive_drafter(tiny_target("qwen3"), block_size=3, target_layer_ids=[0, 1]).save_pretrained(source)
+    assert run("--drafter", source, "--output", output, "--modes", "greedy") == 0
+    config = AutoregressiveDrafter.from_pretrained(output).config
+    assert len(config.confidence_temperatures["greedy"]) == config.num_drafts
 
 
 def test_rows_that_were_fitted_are_not_held_out(run, prompts, capsys):

@@ -72,8 +72,20 @@ def test_temperatures_add_up_and_both_are_the_default(run, tmp_path):
     common = ("--limit", 1, "--allow-random", "--output", tmp_path)
     run(*common)
     assert [r.temperature for r in Evaluation.load(tmp_path / "evaluation.json").results] == [0, 1]
-    run(*common, "--temperature", 0.5, "--temperature", 0, 0.5)
+    run(*common, "--force", "--temperature", 0.5, "--temperature", 0, 0.5)
     assert [r.temperature for r in Evaluation.load(tmp_path / "evaluation.json").results] == [0.5, 0]
+
+
+def test_an_earlier_evaluation_is_replaced_whole_and_only_when_forced(run, tmp_path, capsys):
+    ours = ("evaluation.json", "evaluation.md", "acceptance.png", "reliability.old.png")
+    for name in (*ours, "notes.md", "mine.png"):
+        (tmp_path / name).write_text("old")
+    common = ("--limit", 1, "--allow-random", "--temperature", 0, "--output", tmp_path)
+    assert "holds an evaluation (evaluation.json); --force replaces it" in refused(capsys, run, *common)
+    assert all((tmp_path / name).read_text() == "old" for name in ours)
+    assert run(*common, "--force") == 0
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == ["mine.png"]
+    assert (tmp_path / "evaluation.json").read_text() != "old" and (tmp_path / "notes.md").read_text() == "old"
 
 
 def test_what_is_finished_stays_when_the_rest_is_interrupted(run, tmp_path, monkeypatch, prompts):

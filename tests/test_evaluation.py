@@ -11,7 +11,7 @@ from hf_dspark import CalibrationReport, FixedLength
 from hf_dspark.evaluation import Evaluation, evaluate
 from hf_dspark.evaluation_figures import SetFigures
 from hf_dspark.evaluation_report import markdown_report, write_report
-from hf_dspark.plots import plot_conditional_acceptance, plot_thresholds
+from hf_dspark.plots import _curves, plot_conditional_acceptance, plot_thresholds
 from hf_dspark.prompt_sets import PromptSet
 from tests.drafters import BigramPair, scripted, tiny_drafter
 from tests.tiny import tiny_target
@@ -235,3 +235,29 @@ def test_sets_of_one_name_are_refused(run, right_about):
 def test_an_empty_set_is_refused(run, right_about):
     with pytest.raises(ValueError, match="'none' is empty"):
         run(right_about(2), PromptSet("none", (), ()))
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ({"target": None}, "target must be a transformers model"),
+        ({"drafter": "folder"}, "drafter 'drafter' must be a drafter of hf_dspark"),
+        ({"tokenizer": None}, "AutoTokenizer"),
+        ({"prompt_sets": "prompts.jsonl"}, r"give a list of prompt sets: \[load_prompts"),
+        ({"prompt_sets": ["prompts.jsonl"]}, r"has 'prompts.jsonl', a str; give a list of prompt sets"),
+        ({"prompt_sets": prompts("a")}, "is a PromptSet; give a list"),
+        ({"temperatures": 0.0}, r"such as \(0.0,\)"),
+        ({"thresholds": ["0.5"]}, "must be numbers in a list"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(target, right_about, given, said):
+    usual = {"target": target, "drafter": right_about(2), "prompt_sets": [prompts("a")], "tokenizer": chat_tokenizer()}
+    with pytest.raises(TypeError, match=said):
+        evaluate(**usual | given)
+
+
+def test_curves_that_coincide_show_beside_and_below_each_other(run, right_about):
+    results = run({"one": right_about(2), "two": right_about(2)}, prompts("a"), temperatures=(0.0,)).results
+    (first, left, _), (second, right, _) = _curves(results, "a", 0.0)
+    assert left == -right != 0
+    assert first["marker"] != second["marker"] and first["linewidth"] > second["linewidth"]

@@ -272,3 +272,26 @@ def test_a_flat_config_is_one_that_transformers_reads(tmp_path, name, kind):
     assert config.model_type == kind and config.num_hidden_layers == 2 and config.block_size == 4
     if kind == "gemma4_text":
         assert config.per_layer_config[0].head_dim == 8 and config.per_layer_config[0].num_key_value_heads == 2
+
+
+def test_the_readme_says_whose_head_it_is_and_no_path_of_this_machine(tmp_path):
+    source = DATA / "speculators_A_reduced_swa_gated"
+    done = convert(source, tmp_path / "out", to="native", target=str(DATA / "target_qwen3"))
+    readme = (done.folder / "README.md").read_text()
+    assert "the LM head, over 36 of 64 tokens, is the drafter's own" in readme
+    assert str(tmp_path) not in readme and str(DATA) not in readme
+    assert "from `speculators_A_reduced_swa_gated`" in readme and "from_pretrained('out'" in readme
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"sample_batch_tokens": 3}'])
+def test_a_file_that_holds_no_step_times_is_named(tmp_path, text):
+    (tmp_path / "sps.json").write_text(text)
+    with pytest.raises(ValueError, match=r"sps.json: neither a profile .* nor SGLang's table"):
+        convert(DATA / "deepspec_qwen3_gated", tmp_path / "out", to="deepspec", sps=tmp_path / "sps.json")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_target_without_use_is_told(tmp_path):
+    foreign.drafter(target_name_or_path="org/target").save_pretrained(tmp_path / "named")
+    done = convert(tmp_path / "named", tmp_path / "out", to="native", target="org/target")
+    assert any("the target given has no use" in note for note in done.notes)

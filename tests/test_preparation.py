@@ -211,3 +211,18 @@ def test_an_own_repetition_penalty_of_the_target_is_a_parameter(prepare, target,
         target.generation_config = before
     record = json.loads((tmp_path / "answers.jsonl.meta.json").read_text())
     assert record["parameters"]["temperatures"] == [0.0, 1.0] and record["parameters"]["drafted"] is False
+
+
+def test_arguments_of_another_kind_are_refused(target, tokenizer, tmp_path):
+    sets = [load_prompts_of("a")]
+    with pytest.raises(TypeError, match="how must be a Sampling.*got dict"):
+        prepare_data(target, tokenizer, sets, tmp_path / "x.jsonl", how={"temperatures": (0.0,)})
+    with pytest.raises(TypeError, match="prompt_sets='prompts.jsonl' is a str; give a list of prompt sets"):
+        prepare_data(target, tokenizer, "prompts.jsonl", tmp_path / "x.jsonl")
+    with pytest.raises(TypeError, match=r"such as \(0.0,\)"):
+        Sampling(temperatures=0.0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def load_prompts_of(name):
+    return PromptSet(name, ([{"role": "user", "content": "New"}],), (0,))

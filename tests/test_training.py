@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
+from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback, TrainingArguments
 
 from hf_dspark import DSparkDrafter
 from hf_dspark.target import target_fingerprint
@@ -250,3 +250,36 @@ def test_the_defaults_are_the_papers(tmp_path):
     assert (args.num_train_epochs, args.max_length, args.num_anchors) == (10, 4096, 512)
     weights = args.loss_weights
     assert (weights.ce_weight, weights.tv_weight, weights.confidence_weight, weights.decay) == (0.1, 0.9, 1, 4)
+
+
+def test_training_stops_at_a_loss_or_gradient_that_is_no_number_and_names_the_step(target, examples, tmp_path):
+    drafter = fresh(target)
+    drafter.fc.weight.register_hook(lambda gradient: gradient * math.inf)
+    with pytest.raises(FloatingPointError, match="norm of the gradients is .* at step 1"):
+        train(target, drafter, examples, tmp_path, max_steps=2)
+    assert all(parameter.isfinite().all() for parameter in drafter.parameters()), "the step was not taken"
+    with pytest.raises(FloatingPointError, match="the loss is nan at step 2"):
+        train(target, fresh(target), examples, tmp_path, max_steps=4, learning_rate=1e30, warmup_steps=0)
+
+
+def test_arguments_and_examples_of_another_kind_are_refused(target, examples, tmp_path):
+    drafter = fresh(target)
+    with pytest.raises(TypeError, match="DSparkTrainingArguments, got TrainingArguments"):
+        DSparkTrainer(drafter, TrainingArguments(str(tmp_path), use_cpu=True), target=target, train_dataset=examples)
+    for name in ("train_dataset", "eval_dataset"):
+        given = {"train_dataset": examples} | {name: [[1, 2, 3]]}
+        args = DSparkTrainingArguments(str(tmp_path), use_cpu=True)
+        with pytest.raises(TypeError, match=f"{name} must hold TrainingExamples, got list"):
+            DSparkTrainer(drafter, args, target=target, **given)
+    with pytest.raises(ValueError, match="train_dataset is empty"):
+        trainer_of(target, drafter, [], tmp_path)
+
+
+def test_tokens_and_drafters_of_another_vocabulary_are_refused_before_a_step(target, examples, tmp_path):
+    beyond = TrainingExample((3, 4, 64), (1, 1, 1))
+    with pytest.raises(ValueError, match="token 64, but the target knows 64"):
+        trainer_of(target, fresh(target), [*examples, beyond], tmp_path)
+    with pytest.raises(ValueError, match="but the drafter knows 20"):
+        trainer_of(target, new_drafter(target, 3, vocab_size=20, num_hidden_layers=1), examples, tmp_path)
+    with pytest.raises(ValueError, match="the drafter drafts 99 tokens"):
+        trainer_of(target, fresh(target, vocab_size=99), examples, tmp_path)

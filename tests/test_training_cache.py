@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from hf_dspark.target import TargetView
-from hf_dspark.training import TrainingExample
+from hf_dspark.training import TrainingExample, feature_cache
 from hf_dspark.training.collation import pack_row
 from hf_dspark.training.feature_cache import FeatureCache, estimate_bytes
 from hf_dspark.training.teacher import Teacher
@@ -73,12 +74,10 @@ def test_another_target_other_layers_or_another_dtype_never_share_features(tmp_p
 
 
 def test_a_half_written_shard_is_never_read(tmp_path, monkeypatch):
-    from hf_dspark.training import feature_cache
-
     teacher, documents = teacher_of(), texts(2)
     real = feature_cache.save_file
 
-    def fails(tensors, path):
+    def fails(tensors, path, metadata=None):
         real(tensors, path)
         with open(path, "r+b") as file:
             file.truncate(100)
@@ -108,3 +107,51 @@ def test_training_from_disk_learns_what_training_online_does(target, examples, t
     half = train(target, fresh(target), examples, tmp_path / "c", feature_cache=str(tmp_path / "cache"), **steps)
     assert losses_of(half) == pytest.approx(losses_of(online), rel=0.02)
     assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+def flipped(path):
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 64
+    path.write_bytes(data)
+
+
+def halved(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def without_numbers(path):
+    tensors = {name: t * float("nan") if "context" in name else t for name, t in load_file(path).items()}
+    save_file(tensors, path)  # and without checksums
+
+
+@pytest.mark.parametrize("damage", [flipped, halved, without_numbers])
+def test_a_damaged_shard_is_made_again_with_one_warning(tmp_path, monkeypatch, damage):
+    teacher, documents, said = teacher_of(), texts(3), []
+    monkeypatch.setattr(feature_cache.logger, "warning", said.append)
+    cache = FeatureCache(tmp_path, teacher, "float32")
+    for document in documents[:2]:
+        cache.build([document])
+    for path in cache.folder.glob("shard-*"):
+        damage(path)
+    again, row = FeatureCache(tmp_path, teacher, "float32"), pack_row(list(enumerate(documents)))
+    assert torch.allclose(again.features(row).context, teacher.features(row).context, atol=1e-5)
+    assert torch.equal(again.features(row).context, FeatureCache(tmp_path, teacher, "float32").features(row).context)
+    assert len(said) == 1 and "damaged" in said[0]
+
+
+def test_a_path_that_cannot_be_a_folder_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "cache"):
+        with pytest.raises(ValueError, match="cannot be used as a folder") as raised:
+            FeatureCache(path, teacher_of())
+        assert str(path) in str(raised.value)
+
+
+def test_features_that_are_no_numbers_are_never_written(tmp_path):
+    teacher = teacher_of()
+    teacher.features(pack_row([(0, texts(1)[0])]))  # of the first text, its arithmetic is looked at too
+    with torch.no_grad():
+        teacher.view.target.model.norm.weight.fill_(float("inf"))
+    with pytest.raises(FloatingPointError, match="not finite"):
+        FeatureCache(tmp_path, teacher).build(texts(1))
+    assert not list(tmp_path.rglob("shard-*"))

@@ -87,6 +87,19 @@ def test_overrides_reach_inside_and_numbers_may_be_spelt_in_any_way(tmp_path):
         ({"hold_out": 1}, "at least 2"),
         ({"draft_vocab_size": 0}, "at least 1"),
         ({"num_anchors": 0}, "at least 1"),
+        ({5: 1}, "unknown key 5"),
+        ({"drafter_config": {"mask_token_id": 3, 5: 1}}, "unknown key 5"),
+        ({"train_files": [5]}, "train_files: expected a list of texts, got 5"),
+        ({"eval_files": [None]}, "eval_files: expected a list of texts"),
+        ({"lora_targets": [5]}, "lora_targets: expected a list of texts"),
+        ({"lora_alpha": 0}, "lora_alpha=0 must be at least 1"),
+        ({"max_examples": 0}, "max_examples=0 must be at least 1"),
+        ({"max_examples": -3}, "max_examples=-3"),
+        ({"output_dir": ""}, "output_dir is empty"),
+        ({"learning_rate": float("nan")}, "learning_rate=nan must be a finite"),
+        ({"learning_rate": -1.0}, "not be negative"),
+        ({"ce_weight": float("inf")}, "ce_weight=inf must be a finite"),
+        ({"max_grad_norm": float("nan")}, "max_grad_norm=nan must be a finite"),
     ],
 )
 def test_what_cannot_be_meant_is_said(change, message):
@@ -95,7 +108,11 @@ def test_what_cannot_be_meant_is_said(change, message):
 
 
 def test_a_file_that_is_no_recipe_is_refused(tmp_path):
-    for text, message in (("- a\n- b", "key: value"), ("a: [", "no YAML")):
+    for text, message in (
+        ("- a\n- b", "key: value"),
+        ("a: [", "no YAML"),
+        ("a: 1\nb: {c: 1, c: 2}", "'c' is there twice"),
+    ):
         (tmp_path / "recipe.yaml").write_text(text)
         with pytest.raises(ValueError, match=message):
             read_recipe(tmp_path / "recipe.yaml")

@@ -1,7 +1,8 @@
 """The command line: `python -m hf_dspark <command>`, also installed as `hf-dspark`.
 
 Contract: parses arguments, calls the library and prints; whatever computes something lives elsewhere. A command is a
-function that adds its parser, with `run` set to the function that carries it out; `COMMANDS` lists them.
+function that adds its parser, with `run` set to the function that carries it out; `COMMANDS` lists them. Mistakes of
+the user are one line on stderr (see `mistakes.py`), everything else keeps its traceback.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from .demo import add_demo_command
 from .evaluate import add_evaluate_command
 from .export_generate import add_export_generate_command
 from .inspect import add_inspect_command
+from .mistakes import is_mistake, one_line
 from .prepare_data import add_prepare_data_command
 from .profile import add_profile_command
 from .publish import add_publish_command
@@ -56,3 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    except Exception as error:
+        if not is_mistake(error):
+            raise
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return 1

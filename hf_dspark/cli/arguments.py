@@ -5,7 +5,9 @@ what is allowed. Policies are imported when they are asked for.
 """
 
 import argparse
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 from ..scheduling import ConfidenceThreshold, FixedLength, Scheduler
 
@@ -70,11 +72,21 @@ def at_least(kind: Callable[[str], float], minimum: float) -> Callable[[str], fl
     return parse
 
 
+def refuse_unwritable(args: argparse.Namespace, path: Path) -> None:
+    """Refuses a file or folder to write whose nearest folder that exists does not let anything be written."""
+    folder = path if path.is_dir() else path.parent
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if not os.access(folder, os.W_OK | os.X_OK):
+        args.refuse(f"{path}: nothing can be written to {folder}; name another place")
+
+
 def refuse_lost_outputs(args: argparse.Namespace) -> None:
     """Refuses `--output`, `--plot` and `--sglang` that would fail only once all was measured."""
     for path in filter(None, (args.output, args.plot, args.sglang)):
         if not path.parent.is_dir():
             args.refuse(f"{path}: there is no folder {path.parent}")
+        refuse_unwritable(args, path)
     if args.plot:
         from ..plots import new_figure
 

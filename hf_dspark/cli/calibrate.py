@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..calibration import calibrate, evaluate_calibration, save_calibration
+from ..calibration import MIN_ROUNDS, calibrate, check_enough_prompts, evaluate_calibration, save_calibration
 from ..calibration_report import CalibrationReport
 from ..chats import prompt_ids
 from ..configuration_dspark import CALIBRATED_MODES
 from ..demo import DRAFTER_FOLDER, load_demo_target
-from ..modeling_dspark import DSparkDrafter
+from ..modeling_drafter import Drafter
 from ..prompt_sets import Conversation, load_prompts
 from .arguments import at_least, refuse_lost_outputs
+from .models import check_model_folders, load_drafter
 
 MAX_PROMPT_CHARACTERS = 3000
 
@@ -28,7 +29,8 @@ def add_calibrate_command(commands: Any) -> None:
         help="make a drafter's confidences come true",
         description="Decodes prompts that the drafter was not trained on, fits a temperature for each draft position "
         "(sequential temperature scaling) and writes the drafter with them. A prompt file holds one JSON object a "
-        "line with `turns`, `prompt` or `messages`; first turns are used.",
+        "line with `turns`, `prompt` or `messages`; first turns are used. At least "
+        f"{MIN_ROUNDS} rounds that verify a whole block are needed for each mode (as a rule some hundred prompts).",
     )
     parser.add_argument("prompts", type=Path, nargs="+", help="JSONL files to fit on")
     parser.add_argument("--held-out", type=Path, nargs="+", metavar="FILE", help="JSONL files to measure on")
@@ -72,6 +74,8 @@ def run_calibrate(args: argparse.Namespace) -> int:
         "seed": args.seed,
     }
     try:
+        if held_out_prompts:  # or it would be refused only once the others were decoded
+            check_enough_prompts(len(held_out_prompts), drafter, args.max_new_tokens)
         ids = [prompt_ids(tokenizer, conversation) for conversation in fitted]
         reports = calibrate(target, drafter, ids, dataset=_name(args.prompts), **options)
         shown = list(reports.values())
@@ -105,7 +109,7 @@ def read_prompts(paths: list[Path], every: int, offset: int, limit: int | None) 
     return [conversation for prompts in sets for conversation in prompts.conversations]
 
 
-def write_drafter(source: Path, output: Path, drafter: DSparkDrafter) -> None:
+def write_drafter(source: Path, output: Path, drafter: Drafter) -> None:
     """
     Copies a drafter folder, with the calibration of `drafter` in its config; in place if the two are the same.
 
@@ -143,8 +147,7 @@ def _check_paths(args: argparse.Namespace) -> None:
     """Refuses what would fail, or destroy something, only after all was decoded."""
     if args.target and not args.drafter:
         args.refuse("--target needs its --drafter")
-    if args.drafter and not (args.drafter / "config.json").is_file():
-        args.refuse(f"--drafter {args.drafter}: there is no folder with a config.json")
+    check_model_folders(args, drafters=[args.drafter] if args.drafter else [])
     if args.held_out and (args.offset - args.held_out_offset) % args.every == 0:
         if both := {path.resolve() for path in args.prompts} & {path.resolve() for path in args.held_out}:
             args.refuse(f"the same rows of {both.pop()} would be fitted and held out; see --every and the offsets")
@@ -156,17 +159,17 @@ def _check_paths(args: argparse.Namespace) -> None:
         args.refuse(f"--output {args.output} is a file; name a folder")
 
 
-def _load(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, DSparkDrafter]:
+def _load(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Drafter]:
     if args.target is None:
         target, tokenizer = load_demo_target()
     else:
         target = AutoModelForCausalLM.from_pretrained(args.target, dtype="auto").eval()
         tokenizer = AutoTokenizer.from_pretrained(args.target)
     folder = args.drafter or DRAFTER_FOLDER
-    return target, tokenizer, DSparkDrafter.from_pretrained(folder, dtype=target.dtype).eval()
+    return target, tokenizer, load_drafter(folder, target)
 
 
-def _write_results(args: argparse.Namespace, drafter: DSparkDrafter, reports: dict[str, CalibrationReport]) -> None:
+def _write_results(args: argparse.Namespace, drafter: Drafter, reports: dict[str, CalibrationReport]) -> None:
     if args.output:
         write_drafter(args.drafter or DRAFTER_FOLDER, args.output, drafter)
         print(f"calibrated drafter: {args.output}")

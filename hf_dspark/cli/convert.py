@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from .inspect import add_hub_arguments, hub_options
+from .mistakes import one_line
 
 LAYOUTS = ("native", "deepspec", "speculators")
 
@@ -46,7 +47,7 @@ def run_convert(args: argparse.Namespace) -> int:
             **hub_options(args),
         )
     except (OSError, ValueError) as error:
-        args.refuse(str(error))
+        args.refuse(one_line(error))
         raise  # `refuse` does not return
     print(f"{done.source} -> {done.layout}: {done.num_tensors} tensors, {done.num_bytes / 2**20:,.1f} MiB")
     if done.copies:

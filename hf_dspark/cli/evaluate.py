@@ -6,10 +6,19 @@ from typing import Any
 
 from ..demo import DRAFTER_FOLDER
 from ..evaluation import THRESHOLDS, Evaluation, evaluate
-from ..evaluation_report import markdown_report, write_report
+from ..evaluation_report import earlier_report, markdown_report, remove_report, write_report
 from ..modeling_drafter import Drafter
-from .arguments import at_least
-from .models import add_model_arguments, add_prompt_arguments, load_drafter, load_prompt_sets, load_target, thinking
+from .arguments import at_least, refuse_unwritable
+from .models import (
+    add_model_arguments,
+    add_prompt_arguments,
+    check_device,
+    check_model_folders,
+    load_drafter,
+    load_prompt_sets,
+    load_target,
+    thinking,
+)
 
 SPEED_PROMPTS = 8
 
@@ -50,6 +59,7 @@ def add_evaluate_command(commands: Any) -> None:
     )
     parser.add_argument("--allow-random", action="store_true", help="take prompts that are random tokens, too")
     parser.add_argument("--output", type=Path, help="folder for evaluation.json and evaluation.md")
+    parser.add_argument("--force", action="store_true", help="replace an earlier evaluation in --output")
     parser.add_argument("--plot", action="store_true", help="draw PNGs into --output, too (needs matplotlib)")
     parser.set_defaults(run=run_evaluate, refuse=parser.error)
 
@@ -57,10 +67,14 @@ def add_evaluate_command(commands: Any) -> None:
 def run_evaluate(args: argparse.Namespace) -> int:
     """Carries out `evaluate`."""
     sources = _drafter_sources(args)
+    check_device(args)
+    check_model_folders(args, drafters=sources.values())
     _check_output(args)
     prompt_sets = load_prompt_sets(args)
     target, tokenizer = load_target(args)
     drafters: dict[str, Drafter] = {name: load_drafter(source, target) for name, source in sources.items()}
+    if args.output:
+        remove_report(args.output)  # only now: models that cannot be loaded takes nothing away
 
     def keep(so_far: Evaluation) -> None:
         latest = so_far.results[-1]
@@ -112,15 +126,8 @@ def _drafter_sources(args: argparse.Namespace) -> dict[str, str | Path]:
             args.refuse(f"--drafter {text!r}: expected FOLDER or NAME=FOLDER")
         if name in sources:
             args.refuse(f"--drafter: two drafters are named {name!r}; say --drafter NAME=FOLDER")
-        if _looks_local(source) and not (Path(source) / "config.json").is_file():
-            args.refuse(f"--drafter {source}: there is no folder with a config.json")
         sources[name] = source
     return sources
-
-
-def _looks_local(source: str) -> bool:
-    """Whether `source` can be no name on the Hub."""
-    return Path(source).exists() or source.count("/") != 1 or source.startswith((".", "/", "~"))
 
 
 def _check_output(args: argparse.Namespace) -> None:
@@ -135,6 +142,9 @@ def _check_output(args: argparse.Namespace) -> None:
         except ImportError as error:
             args.refuse(f"--plot: {error}")
     if args.output:
+        if not args.force and (found := earlier_report(args.output)):
+            args.refuse(f"--output {args.output} holds an evaluation ({found[0].name}); --force replaces it")
+        refuse_unwritable(args, args.output)
         try:
             args.output.mkdir(parents=True, exist_ok=True)
         except OSError as error:

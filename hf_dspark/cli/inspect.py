@@ -3,6 +3,8 @@
 import argparse
 from typing import Any
 
+from .mistakes import one_line
+
 
 def add_inspect_command(commands: Any) -> None:
     """`inspect`: layout, heads and size of a drafter."""
@@ -36,5 +38,5 @@ def run_inspect(args: argparse.Namespace) -> int:
     try:
         print(describe_drafter(args.drafter, **hub_options(args)))
     except (OSError, ValueError) as error:
-        args.refuse(str(error))
+        args.refuse(one_line(error))
     return 0

@@ -5,6 +5,7 @@ is refused before anything long begins.
 """
 
 import argparse
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,18 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from ..demo import load_demo_target
+from ..formats.checkpoint import looks_local, read_config
+from ..formats.detect import UnknownLayout, detect
 from ..hub import drafter_class
 from ..modeling_drafter import Drafter
 from ..prompt_sets import HUB_SETS, PromptSet, load_prompts
 from .arguments import at_least
+from .mistakes import one_line
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 THINKING = {"on": True, "off": False}
@@ -63,8 +66,54 @@ def load_prompt_sets(args: argparse.Namespace, **options: Any) -> list[PromptSet
         raise  # `refuse` does not return
 
 
+def check_device(args: argparse.Namespace) -> None:
+    """Refuses a `--device` that is not there."""
+    try:
+        torch.empty(0, device=args.device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # unknown, not built in, not plugged in
+        args.refuse(f"--device {args.device}: {(str(error).splitlines() or ['it is not there'])[0]}")
+
+
+def check_model_folders(args: argparse.Namespace, *, drafters: Iterable[str | Path] = ()) -> None:
+    """
+    Refuses a `--target` and drafters that are no model's folder, or that of the other kind.
+
+    Only what lies on this machine is looked at; whether the Hub has a name turns out when it is asked.
+    """
+    named = [("--target", args.target)] if args.target else []
+    for option, source in named + [("--drafter", source) for source in drafters]:
+        if not looks_local(source) and (option == "--target" or "/" in str(source)):
+            continue  # a drafter on the Hub has an owner
+        if option == "--drafter" and not (Path(source) / "config.json").is_file():
+            args.refuse(f"{option} {source}: there is no folder with a config.json")
+        try:
+            is_drafter = _is_drafter(config := read_config(source))
+        except (OSError, ValueError) as error:
+            args.refuse(f"{option} {source}: {one_line(error)}")
+            raise  # `refuse` does not return
+        if is_drafter != (option == "--drafter"):
+            found, needed = ("a drafter", "target") if is_drafter else ("no drafter", "drafter")
+            args.refuse(f"{option} {source}: it is {found} ({_words(config)}); name the {needed} here")
+
+
+def _is_drafter(config: dict[str, Any]) -> bool:
+    if str(config.get("model_type")).startswith("dspark"):
+        return True
+    try:
+        detect(config)
+    except UnknownLayout:
+        return False
+    return True
+
+
+def _words(config: dict[str, Any]) -> str:
+    named = {key: config[key] for key in ("model_type", "architectures") if config.get(key)}
+    return ", ".join(f"{key} {value!r}" for key, value in named.items()) or "its config.json names no model"
+
+
 def load_target(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The target and its tokenizer."""
+    check_device(args)
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.target is None:
@@ -72,14 +121,16 @@ def load_target(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTo
         target, tokenizer = load_demo_target(dtype=dtype)
         return target.to(args.device), tokenizer
     dtype = args.dtype if args.dtype == "auto" else getattr(torch, args.dtype)
-    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).eval().to(args.device)
-    return target, AutoTokenizer.from_pretrained(args.target)
+    try:
+        target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).eval().to(args.device)
+        return target, AutoTokenizer.from_pretrained(args.target)
+    except OSError as error:  # the Hub's messages do not always say what was asked for
+        raise OSError(f"--target {args.target}: {error}") from error
 
 
 def load_drafter(source: str | Path, target: PreTrainedModel) -> Drafter:
     """A drafter for `target`, of the kind that its config says."""
-    config, _ = PreTrainedConfig.get_config_dict(source)
-    kind = drafter_class(config.get("model_type"))
+    kind = drafter_class(read_config(source).get("model_type"))
     return kind.from_pretrained(source, dtype=target.dtype).eval().to(target.device)
 
 

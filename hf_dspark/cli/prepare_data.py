@@ -6,8 +6,17 @@ from typing import Any
 
 from ..demo import DRAFTER_FOLDER
 from ..preparation import Sampling, prepare_data
-from .arguments import at_least
-from .models import add_model_arguments, add_prompt_arguments, load_drafter, load_prompt_sets, load_target, thinking
+from .arguments import at_least, refuse_unwritable
+from .models import (
+    add_model_arguments,
+    add_prompt_arguments,
+    check_device,
+    check_model_folders,
+    load_drafter,
+    load_prompt_sets,
+    load_target,
+    thinking,
+)
 
 
 def add_prepare_data_command(commands: Any) -> None:
@@ -50,6 +59,9 @@ def run_prepare_data(args: argparse.Namespace) -> int:
     """Carries out `prepare-data`."""
     if not args.output.parent.is_dir() or args.output.is_dir():
         args.refuse(f"--output {args.output}: name a file in a folder that is there")
+    refuse_unwritable(args, args.output)
+    check_device(args)
+    check_model_folders(args, drafters=[args.drafter] if args.drafter else [])
     try:
         how = Sampling(
             temperatures=tuple(args.temperature),

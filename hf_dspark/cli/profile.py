@@ -9,11 +9,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..demo import load_demo_pair
 from ..machine import describe
-from ..modeling_dspark import DSparkDrafter
+from ..modeling_drafter import Drafter
 from ..profile_cache import keep
 from ..profiling import CONTEXTS, MAX_BATCH_TOKENS, profile_sps
 from ..sps_profile import SPSProfile
 from .arguments import at_least, refuse_lost_outputs
+from .models import check_device, check_model_folders, load_drafter
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -104,10 +105,12 @@ def _check_paths(args: argparse.Namespace) -> None:
     """Refuses what would fail only after all was measured."""
     if args.drafter and not args.target:
         args.refuse("--drafter needs its --target")
+    check_device(args)
+    check_model_folders(args, drafters=[args.drafter] if args.drafter else [])
     refuse_lost_outputs(args)
 
 
-def _load_pair(args: argparse.Namespace) -> tuple[PreTrainedModel, DSparkDrafter | None]:
+def _load_pair(args: argparse.Namespace) -> tuple[PreTrainedModel, Drafter | None]:
     dtype = getattr(torch, args.dtype)
     if args.target is None:
         target, _, drafter = load_demo_pair(dtype=dtype)
@@ -115,4 +118,4 @@ def _load_pair(args: argparse.Namespace) -> tuple[PreTrainedModel, DSparkDrafter
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).eval().to(args.device)
     if args.drafter is None:
         return target, None
-    return target, DSparkDrafter.from_pretrained(args.drafter, dtype=dtype).eval().to(args.device)
+    return target, load_drafter(args.drafter, target)

@@ -1,6 +1,7 @@
 """`train`: trains a drafter as a recipe says, or tells what that would take."""
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ def run_train(args: argparse.Namespace) -> int:
     import torch
 
     from ..training.assembly import assemble, plan
+    from ..training.checkpoints import remove_checkpoints
     from ..training.recipe import read_recipe
 
     if args.threads:
@@ -54,14 +56,19 @@ def run_train(args: argparse.Namespace) -> int:
         trainer = assemble(recipe)
     except (OSError, ValueError, ImportError, NotImplementedError) as error:
         args.refuse(str(error))
-    trainer.train(resume_from_checkpoint=checkpoint)
-    if trainer.eval_dataset is not None:
-        trainer.evaluate()
+    if args.force and checkpoint is None and recipe.training.should_save:
+        remove_checkpoints(output)  # else --resume would go on with the run that was there
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint)
+        if trainer.eval_dataset is not None:
+            trainer.evaluate()
+    except (OSError, ValueError, FloatingPointError, NotImplementedError) as error:
+        print(f"error: {error}; no drafter was written", file=sys.stderr)
+        return 1
     trainer.save_drafter(output)
     if recipe.training.should_save:
-        print(
-            f"drafter: {output}; use it with target.generate(..., assistant_model=DSparkDrafter.from_pretrained(...))"
-        )
+        kind = type(trainer.view.drafter).__name__
+        print(f"drafter: {output}; use it with target.generate(..., assistant_model={kind}.from_pretrained(...))")
     return 0
 
 
@@ -87,16 +94,11 @@ def _checkpoint(args: argparse.Namespace, output: Path) -> str | None:
         raise ValueError(f"{output} is a file; name a folder with --output")
     filled = output.is_dir() and any(output.iterdir())
     if args.resume:
+        from ..training.checkpoints import last_checkpoint
+
         if (found := last_checkpoint(output)) is None:
-            raise ValueError(f"--resume: there is no checkpoint in {output}")
+            raise ValueError(f"--resume: there is no whole checkpoint in {output}; --force starts anew")
         return str(found)
     if filled and not args.force:
         raise ValueError(f"{output} holds something: --resume goes on with it, --force writes over it")
     return None
-
-
-def last_checkpoint(output: Path) -> Path | None:
-    """The newest checkpoint that is whole: the trainer's state is what is written last."""
-    numbered = [(path.name.rpartition("-")[2], path) for path in output.glob("checkpoint-*")]
-    whole = [(int(n), path) for n, path in numbered if n.isdigit() and (path / "trainer_state.json").is_file()]
-    return max(whole)[1] if whole else None

@@ -15,6 +15,7 @@ from huggingface_hub import parse_safetensors_file_metadata
 from transformers import PreTrainedConfig
 from transformers.utils.hub import cached_file
 
+from ..json_files import read_object
 from .safetensors_files import TensorRef, read_header
 
 HUB_ARGUMENTS = ("cache_dir", "force_download", "proxies", "token", "revision", "local_files_only", "subfolder")
@@ -76,9 +77,39 @@ class Checkpoint:
 
 
 def read_config(source: str | os.PathLike, **hub: Any) -> dict[str, Any]:
-    """The config.json of a folder or a Hub repository; `OSError` if there is none."""
+    """
+    The config.json of a folder or a Hub repository.
+
+    Raises:
+        OSError: There is no such folder, or no config.json in it. The Hub is not asked about what can only be a path.
+        ValueError: It holds no JSON object.
+    """
+    folder = Path(source) / (hub.get("subfolder") or "")
+    path = folder / "config.json"
+    if path.is_file():
+        try:
+            read_object(path)
+        except ValueError as error:  # broken JSON, broken text, no object
+            raise ValueError(f"{path} is no config: {error}") from None
+    elif Path(source).exists():
+        raise OSError(f"{folder} holds no config.json")
+    elif looks_local(source):
+        raise OSError(f"there is no folder {source}")
     config, _ = PreTrainedConfig.get_config_dict(source, **hub)
     return config
+
+
+def looks_local(source: str | os.PathLike) -> bool:
+    """Whether `source` can be no name on the Hub: it is there, or it is written as a path."""
+    text = str(source)
+    return (
+        not isinstance(source, str)
+        or Path(source).exists()
+        or text.startswith((".", "/", "~"))
+        or text.endswith("/")
+        or text.count("/") > 1
+        or "\\" in text
+    )
 
 
 def hub_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from ..sps_profile import SPSProfile
 from .checkpoint import Checkpoint
 from .loading import ForeignDrafter
 from .safetensors_files import SHARD_BYTES, TensorRef, total_bytes, write_checkpoint
-from .serve_readme import SPS_FILE, readme, sts_file
+from .serve_readme import SPS_FILE, public_name, readme, sts_file
 from .writers import LAYOUTS
 
 _COPIES = {
@@ -88,8 +88,11 @@ def convert(
     destination = Path(destination)
     _check_destination(destination, force)
     drafter = ForeignDrafter.open(source, **hub)
+    notes = list(drafter.reading.notes)
     if target is not None and drafter.config.target_name_or_path is None:
         drafter.config.target_name_or_path = str(target)
+    elif target is not None and to != "deepspec":
+        notes.append(f"the target given has no use: it is named in the config, and nothing of it goes into {to!r}")
     fields = LAYOUTS[to](drafter.config)
     copies = _target_copies(drafter, target) if to == "deepspec" else {}
     tensors = drafter.tensors | copies
@@ -99,7 +102,9 @@ def convert(
         write_object(work / "config.json", fields, indent=2)
         for name, table in tables.items():
             write_object(work / name, table)
-        text = readme(drafter.config, to, folder=str(destination), source=str(source), tables=list(tables))
+        text = readme(
+            drafter.config, to, folder=destination.resolve().name, source=public_name(str(source)), tables=list(tables)
+        )
         (work / "README.md").write_text(text, encoding="utf-8")
     return Conversion(
         destination,
@@ -108,7 +113,7 @@ def convert(
         len(tensors),
         total_bytes(tensors.values()),
         tuple(copies),
-        tuple(drafter.reading.notes),
+        tuple(notes),
     )
 
 
@@ -148,10 +153,24 @@ def _tables(config: DSparkConfig, sps: str | os.PathLike | None) -> dict[str, di
             table[name] = sum(errors) / len(errors) if errors else None  # a mean over positions, as it has one number
         tables[sts_file(mode)] = table
     if sps is not None:
-        profile = read_object(sps)
-        is_sglang = "sample_batch_tokens" in profile or "bias_seconds" in profile
-        tables[SPS_FILE] = profile if is_sglang else SPSProfile.load(sps).to_sglang()
+        tables[SPS_FILE] = _step_times(sps, config.block_size)
     return tables
+
+
+def _step_times(path: str | os.PathLike, block_size: int) -> dict[str, Any]:
+    """SGLang's table, from one or from a profile; `ValueError` for anything else."""
+    try:
+        table = read_object(path)
+        if "bias_seconds" not in table and "sample_batch_tokens" not in table:
+            return SPSProfile.load(path).to_sglang()
+        if "sample_batch_tokens" in table:
+            SPSProfile.from_sglang(table, block_size=block_size)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"sps={os.fspath(path)}: neither a profile that `hf-dspark profile --output` wrote nor SGLang's table "
+            f"of step times ({error})"
+        ) from None
+    return table
 
 
 def _check_destination(destination: Path, force: bool) -> None:

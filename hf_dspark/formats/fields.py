@@ -4,8 +4,11 @@ Contract: plain mappings in, plain `DSparkConfig` keywords out; `ValueError` whe
 for what is not built.
 """
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
 
 LAYER_FIELDS = (
     "vocab_size",
@@ -37,6 +40,16 @@ OWN_FIELDS = (
     "sliding_block_causal",
 )
 """Fields of ours that our writers add to foreign configs, whose own readers ignore them."""
+
+
+@contextlib.contextmanager
+def wrong_types_refused() -> Iterator[None]:
+    """Turns what values of the wrong type lead to into a `ValueError` about the config."""
+    try:
+        yield
+    except (TypeError, AttributeError, KeyError, StrictDataclassError) as error:
+        told = f"{error} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())
+        raise ValueError(f"the config.json has a value of the wrong type, or lacks one: {told}") from error
 
 
 def agreed(what: str, places: Mapping[str, Any]) -> Any:

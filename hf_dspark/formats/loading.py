@@ -14,6 +14,7 @@ import torch
 from ..configuration_dspark import DSparkConfig
 from .checkpoint import Checkpoint, hub_arguments, read_config
 from .detect import detect
+from .fields import wrong_types_refused
 from .plan import plan_tensors
 from .reading import Reading, read_published
 from .safetensors_files import TensorRef
@@ -61,7 +62,8 @@ class ForeignDrafter:
         """
         checkpoint = Checkpoint.open(source, headers_only=headers_only, check=read_published, **hub)
         reading = read_published(checkpoint.config, checkpoint.tensors)
-        config = DSparkConfig.from_dict({**reading.fields, **(changes or {})})
+        with wrong_types_refused():
+            config = DSparkConfig.from_dict({**reading.fields, **(changes or {})})
         config.name_or_path = str(source)
         tensors, ignored = plan_tensors(config, checkpoint.tensors, reading.rename)
         return cls(checkpoint, reading, config, tensors, ignored)

@@ -10,7 +10,7 @@ from typing import Any
 
 from . import deepspec, dflash_config, speculators
 from .detect import NATIVE_MODEL_TYPE, Detected, detect
-from .fields import own_fields
+from .fields import own_fields, wrong_types_refused
 
 _READERS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "native": dict,
@@ -57,15 +57,16 @@ def read_published(config: Mapping[str, Any], tensor_names: Collection[str] = ()
         ValueError: It is of no layout that is read, contradicts itself, or asks for what is not built; the message
             says what was found.
     """
-    detected = detect(config, tensor_names)
-    fields = _READERS[detected.family](config)
-    if detected.family != "native":
-        fields |= own_fields(config)  # `calibrate` adds its results to a folder of any layout
-        fields |= {"model_type": NATIVE_MODEL_TYPE, "architectures": ["DSparkDrafter"]}
-        if "sliding_attention" not in fields["layer_types"]:  # how it would slide says nothing
-            fields = {name: value for name, value in fields.items() if not name.startswith("sliding_")}
-    rename = _RENAMES.get(detected.family, str)
-    notes = _NOTES.get(detected.family, lambda config: [])(config)
+    with wrong_types_refused():
+        detected = detect(config, tensor_names)
+        fields = _READERS[detected.family](config)
+        if detected.family != "native":
+            fields |= own_fields(config)  # `calibrate` adds its results to a folder of any layout
+            fields |= {"model_type": NATIVE_MODEL_TYPE, "architectures": ["DSparkDrafter"]}
+            if "sliding_attention" not in fields["layer_types"]:  # how it would slide says nothing
+                fields = {name: value for name, value in fields.items() if not name.startswith("sliding_")}
+        rename = _RENAMES.get(detected.family, str)
+        notes = _NOTES.get(detected.family, lambda config: [])(config)
     return Reading(detected, fields, rename, notes)
 
 

@@ -1,13 +1,17 @@
 """The README of a converted drafter: the exact commands that serve it, and what each server does not do.
 
-Contract: text out of a config; commands name the folder and the target as given. Knows nothing about files.
+Contract: text out of a config; commands name the folder as given. Of a path to a target only the last part is told:
+where it lies on the machine that wrote this is of no use elsewhere. Knows nothing about files.
 """
 
 import json
+import os
 import shlex
 from collections.abc import Sequence
+from pathlib import PurePath
 
 from ..configuration_dspark import DSparkConfig
+from .checkpoint import looks_local
 
 SPS_FILE = "dspark_sps.json"
 
@@ -27,14 +31,14 @@ def readme(config: DSparkConfig, layout: str, *, folder: str, source: str, table
         folder, source (`str`): Where it lies, and what it was made from.
         tables (`Sequence[str]`): Files for SGLang that lie beside it.
     """
-    target = config.target_name_or_path or "TARGET"
+    target = _target(config)
     drafts, slots = config.num_drafts, config.block_size
     kind = "DSpark" if config.markov_rank else "DFlash"
     parts = [
         f"# {kind} drafter for {target}",
         f"Written by `hf-dspark convert --to {layout}` from `{source}`. {drafts} drafts a round "
         f"({slots} slots, the anchor {'predicts too' if config.sample_from_anchor else 'does not predict'}), "
-        f"target layers {config.target_layer_ids}. Embeddings and LM head are the target's."
+        f"target layers {config.target_layer_ids}. {_lent(config)}"
         + ("" if config.target_name_or_path else " TARGET stands for the model it was trained for."),
         *(f"## {name}\n{body}" for name, body in serving(config, layout, folder=folder, tables=tables).items()),
     ]
@@ -43,13 +47,32 @@ def readme(config: DSparkConfig, layout: str, *, folder: str, source: str, table
 
 def serving(config: DSparkConfig, layout: str, *, folder: str, tables: Sequence[str] = ()) -> dict[str, str]:
     """For each server, the commands in Markdown; the arguments are those of [`readme`]."""
-    target = config.target_name_or_path or "TARGET"
+    target = _target(config)
     return {
         "transformers": _transformers(target, folder),
         "vLLM": _vllm(config, layout, target, folder),
         "SGLang": _sglang(config, layout, target, folder, tables),
         "llama.cpp": _llama_cpp(config, layout, target, folder),
     }
+
+
+def public_name(source: str) -> str:
+    """A name on the Hub as it is; of a path its last part."""
+    return PurePath(os.path.abspath(source)).name if looks_local(source) else source
+
+
+def _target(config: DSparkConfig) -> str:
+    return public_name(config.target_name_or_path) if config.target_name_or_path else "TARGET"
+
+
+def _lent(config: DSparkConfig) -> str:
+    """What the target lends."""
+    if config.draft_vocab_size is None:
+        return "Embeddings and LM head are the target's."
+    return (
+        f"Embeddings are the target's; the LM head, over {config.draft_vocab_size} of {config.vocab_size} tokens, is "
+        "the drafter's own."
+    )
 
 
 def _code(text: str, language: str = "bash") -> str:

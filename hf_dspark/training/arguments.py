@@ -3,6 +3,9 @@
 Source: https://huggingface.co/papers/2607.05147, section 3.3.
 """
 
+import dataclasses
+import math
+import os
 from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
@@ -51,6 +54,14 @@ class DSparkTrainingArguments(TrainingArguments):
     feature_cache_dtype: str = field(default="bfloat16", metadata={"help": ", ".join(DTYPES)})
 
     def __post_init__(self) -> None:
+        for spec in dataclasses.fields(self):
+            value = getattr(self, spec.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{spec.name}={value} must be a finite number")
+        if self.learning_rate < 0:
+            raise ValueError(f"learning_rate={self.learning_rate} must not be negative")
+        if self.output_dir is not None and not os.fspath(self.output_dir).strip():
+            raise ValueError("output_dir is empty: name the folder that the drafter is to be written to")
         for name in ("max_length", "num_anchors", "loss_chunk_mib", "per_device_train_batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")

@@ -7,20 +7,30 @@ weights. Whatever is wrong with the data is said before a weight is read.
 import dataclasses
 import math
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from ..demo import load_demo_target
-from ..modeling_dspark import DSparkDrafter
+from ..hub import drafter_class
+from ..modeling_drafter import Drafter
 from .data import load_examples
 from .examples import TrainingExample, frequent_token_ids, usable
 from .feature_cache import DTYPES, estimate_bytes
 from .initialization import new_drafter
-from .recipe import DEMO, PairArguments, Recipe
-from .trainer import DSparkTrainer
+from .recipe import DEMO, LORA_TARGETS, PairArguments, Recipe
+from .trainer import DSparkTrainer, check_token_ids
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,6 +84,11 @@ def load_data(recipe: Recipe) -> RecipeData:
     tokenizer = load_demo_target()[1] if pair.target == DEMO else AutoTokenizer.from_pretrained(pair.target)
     split = load_examples(data.train_files, tokenizer, hold_out=data.hold_out, limit=data.max_examples)
     others = load_examples(data.eval_files, tokenizer, limit=data.max_examples).train
+    if not split.train:
+        raise ValueError(
+            f"no row is left to learn from: hold_out={data.hold_out} keeps {len(split.evaluation)} for evaluation, "
+            f"max_examples is {data.max_examples}; the files are {', '.join(map(str, data.train_files))}"
+        )
     train = usable(split.train, recipe.training.max_length)
     if not train:
         raise ValueError(f"none of the {len(split.train)} examples has two supervised tokens in a row")
@@ -85,7 +100,7 @@ def load_data(recipe: Recipe) -> RecipeData:
 def load_target(recipe: Recipe) -> PreTrainedModel:
     """The target of a recipe, where the trainer runs."""
     pair, device = recipe.pair, recipe.training.device
-    if pair.target == DEMO:
+    if pair.target == DEMO and not pair.target_quantization:
         dtype = torch.float32 if pair.target_dtype == "auto" else getattr(torch, pair.target_dtype)
         return load_demo_target(dtype=dtype)[0].to(device)
     options: dict[str, Any] = {"dtype": pair.target_dtype}
@@ -94,17 +109,24 @@ def load_target(recipe: Recipe) -> PreTrainedModel:
 
         options["quantization_config"] = BitsAndBytesConfig(**{f"load_in_{pair.target_quantization}": True})
         options["device_map"] = {"": device}
-    target = AutoModelForCausalLM.from_pretrained(pair.target, **options).eval()
+    source = load_demo_target()[0].name_or_path if pair.target == DEMO else pair.target
+    target = AutoModelForCausalLM.from_pretrained(source, **options).eval()
     return target if pair.target_quantization else target.to(device)
 
 
-def load_drafter(pair: PairArguments, target: PreTrainedModel, data: RecipeData, seed: int) -> DSparkDrafter:
-    """The drafter to go on with, or a new one, in float32."""
-    rows = target.get_input_embeddings().num_embeddings
-    if (highest := max(max(example.input_ids) for example in data.train)) >= rows:
-        raise ValueError(f"the data holds token {highest}, but the target knows {rows}: was it made for another one?")
+def load_drafter(pair: PairArguments, target: PreTrainedModel, data: RecipeData, seed: int) -> Drafter:
+    """
+    The drafter to go on with, or a new one, in float32.
+
+    Raises:
+        ValueError: The data, or the recipe's fields, do not fit the target; or the drafter's folder is damaged.
+    """
+    check_token_ids([*data.train, *data.evaluation], target.get_input_embeddings().num_embeddings)
     if pair.drafter:
-        return DSparkDrafter.from_pretrained(pair.drafter, dtype=torch.float32)
+        return _existing_drafter(pair.drafter)
+    size = target.config.get_text_config().vocab_size
+    if pair.draft_vocab_size is not None and pair.draft_vocab_size > size:
+        raise ValueError(f"draft_vocab_size={pair.draft_vocab_size} is more than the target's {size} tokens")
     fields, tokenizer = dict(pair.drafter_config), data.tokenizer
     if pair.mask_token is not None:
         fields["mask_token_id"] = tokenizer.convert_tokens_to_ids(pair.mask_token)
@@ -118,11 +140,31 @@ def load_drafter(pair: PairArguments, target: PreTrainedModel, data: RecipeData,
     return new_drafter(target, draft_token_ids=_kept_ids(pair, data), **fields)
 
 
-def with_adapters(drafter: DSparkDrafter, pair: PairArguments) -> nn.Module:
-    """A PEFT model with LoRA adapters on `drafter`; the other weights stay as they are."""
+def _existing_drafter(source: str) -> Drafter:
+    """A drafter of the kind that its config says."""
+    config, _ = PreTrainedConfig.get_config_dict(source)
+    try:
+        return drafter_class(config.get("model_type")).from_pretrained(source, dtype=torch.float32)
+    except SafetensorError as error:
+        raise ValueError(f"{source}: the weights cannot be read ({error})") from None
+
+
+def with_adapters(drafter: Drafter, pair: PairArguments) -> nn.Module:
+    """
+    A PEFT model with LoRA adapters on `drafter`; the other weights stay as they are.
+
+    Raises:
+        ValueError: A name in `lora_targets` or `lora_modules_to_save` is no module of the drafter.
+    """
     from peft import LoraConfig, get_peft_model
 
     present = {name.rpartition(".")[2] for name, module in drafter.named_modules()}
+    linear = [name for name, module in drafter.named_modules() if isinstance(module, nn.Linear)]
+    every = [name for name, _ in drafter.named_modules()]
+    if tuple(pair.lora_targets) != LORA_TARGETS:  # those suit every backbone, and not all of them are in each
+        _check_names("lora_targets", pair.lora_targets, linear)
+    if pair.lora_modules_to_save != PairArguments(mask_token="?").lora_modules_to_save:
+        _check_names("lora_modules_to_save", pair.lora_modules_to_save, every)
     config = LoraConfig(
         r=pair.lora_rank,
         lora_alpha=2 * pair.lora_rank if pair.lora_alpha is None else pair.lora_alpha,
@@ -199,7 +241,15 @@ def _kept_ids(pair: PairArguments, data: RecipeData) -> list[int] | None:
     return frequent_token_ids(data.train, pair.draft_vocab_size, always=data.tokenizer.all_special_ids)
 
 
-def _own_ids(drafter: DSparkDrafter) -> list[int] | None:
+def _check_names(key: str, names: Sequence[str], modules: Sequence[str]) -> None:
+    """Raises `ValueError` for the first of `names` that no module ends with."""
+    for name in names:
+        if not any(module == name or module.endswith(f".{name}") for module in modules):
+            known = ", ".join(sorted({module.rpartition(".")[2] for module in modules} - {""}))
+            raise ValueError(f"{key}: the drafter has no {name!r}; it has {known}")
+
+
+def _own_ids(drafter: Drafter) -> list[int] | None:
     """The reduced draft vocabulary of a drafter that exists."""
     kept = drafter.draft_token_ids()
     return None if kept is None else kept.tolist()

@@ -72,17 +72,26 @@ class PairArguments:
             raise ValueError(f"drafter_kind={self.drafter_kind!r} is not one of {', '.join(CONFIGS)}")
         known = {spec.name for spec in dataclasses.fields(CONFIGS[self.drafter_kind])}
         for name in self.drafter_config:
-            if name not in known:
+            if not isinstance(name, str) or name not in known:
                 raise ValueError(f"drafter_config: {unknown(name, known)}")
         masked = not self.drafter and self.drafter_kind == "dspark"
         if masked and (self.mask_token is None) == ("mask_token_id" not in self.drafter_config):
             raise ValueError("a new drafter needs either mask_token or mask_token_id in drafter_config")
         if self.draft_vocab_size is not None and self.draft_vocab_size < 1:
             raise ValueError(f"draft_vocab_size={self.draft_vocab_size} must be at least 1")
+        self._check_adapters()
+
+    def _check_adapters(self) -> None:
         if self.lora_rank < 0:
             raise ValueError(f"lora_rank={self.lora_rank} must be 0 (no adapters) or more")
         if self.lora_rank and not self.drafter:
             raise ValueError("lora_rank adapts a drafter that exists: name it with drafter")
+        if self.lora_alpha is not None and self.lora_alpha < 1:
+            raise ValueError(f"lora_alpha={self.lora_alpha} must be at least 1: adapters would have no effect")
+        for name in ("lora_targets", "lora_modules_to_save"):
+            check_texts(name, getattr(self, name))
+        if self.lora_rank and not self.lora_targets:
+            raise ValueError("lora_targets is empty: name the linear layers that get adapters")
 
 
 @dataclass
@@ -106,10 +115,13 @@ class DataArguments:
         for name in ("train_files", "eval_files"):
             if isinstance(files := getattr(self, name), str):
                 setattr(self, name, [files])
+            check_texts(name, getattr(self, name))
         if not self.train_files:
             raise ValueError("train_files is missing: JSONL files with answers of the target")
         if self.hold_out is not None and self.hold_out < 2:
             raise ValueError(f"hold_out={self.hold_out} must be at least 2: 1 divides the number of every row")
+        if self.max_examples is not None and self.max_examples < 1:
+            raise ValueError(f"max_examples={self.max_examples} must be at least 1, or nothing for all rows")
 
     def check_files(self) -> None:
         """Raises `ValueError` for the first file that is not there."""
@@ -148,14 +160,14 @@ def read_recipe(path: str | os.PathLike, overrides: Sequence[str] = (), **fixed:
     import yaml
 
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        values = _yaml(Path(path).read_text(encoding="utf-8"))
         if not isinstance(values, dict):
             raise ValueError(f"{os.fspath(path)}: expected lines of `key: value`, got {type(values).__name__}")
         for override in overrides:
             key, equals, text = override.partition("=")
             if not equals:
                 raise ValueError(f"{override!r} is no key=value")
-            _set(values, key, yaml.safe_load(text))
+            _set(values, key, _yaml(text))
     except yaml.YAMLError as error:
         raise ValueError(f"{os.fspath(path)} or an override is no YAML: {error}") from None
     return recipe_of(values | fixed)
@@ -166,7 +178,7 @@ def recipe_of(values: Mapping[str, Any]) -> Recipe:
     hints = {part: typing.get_type_hints(part) for part in PARTS}
     names = {part: {spec.name for spec in dataclasses.fields(part) if spec.init} for part in PARTS}
     for key in values:
-        if not any(key in known for known in names.values()):
+        if not isinstance(key, str) or not any(key in known for known in names.values()):
             raise ValueError(unknown(key, set().union(*names.values())))
 
     def built(part: Any) -> Any:
@@ -202,16 +214,39 @@ def typed(key: str, value: Any, hint: Any) -> Any:
     raise ValueError(f"{key}: expected {expected}, got {value!r}")
 
 
-def unknown(name: str, known: set[str]) -> str:
+def unknown(name: object, known: set[str]) -> str:
     """The words for a key that does not exist."""
-    close = difflib.get_close_matches(name, known, n=1)
+    close = difflib.get_close_matches(str(name), known, n=1)
     return f"unknown key {name!r}" + (f"; did you mean {close[0]!r}?" if close else "")
+
+
+def check_texts(key: str, values: Sequence[Any]) -> None:
+    """Raises `ValueError` for the first of `values` that is no text."""
+    for value in values:
+        if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+            raise ValueError(f"{key}: expected a list of texts, got {value!r} in it")
 
 
 def require(module: str, extra: str, package: str | None = None) -> None:
     """Raises `ImportError` with what to install unless `module` is there."""
     if importlib.util.find_spec(module) is None:
         raise ImportError(f"this needs the package {package or module}: pip install 'hf-dspark[{extra}]'")
+
+
+def _yaml(text: str) -> Any:
+    """What YAML `text` says; `ValueError` for a key that is there twice, of which YAML takes the last."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def compose_mapping_node(self, anchor: Any) -> Any:
+            node = super().compose_mapping_node(anchor)
+            keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+            for number, key in enumerate(keys):
+                if key in keys[:number]:
+                    raise ValueError(f"the key {key!r} is there twice; leave one of them out")
+            return node
+
+    return yaml.load(text, Loader)  # it is a safe one
 
 
 def _set(values: dict[str, Any], key: str, value: Any) -> None:

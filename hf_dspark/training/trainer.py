@@ -10,6 +10,7 @@ Source: https://huggingface.co/papers/2607.05147, section 3.3.
 """
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -22,7 +23,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
 from ..losses import position_weights
-from ..modeling_dspark import DSparkDrafter
+from ..modeling_drafter import Drafter
 from ..target import TargetView, target_fingerprint
 from .arguments import DSparkTrainingArguments
 from .blocks import AcceptanceMeter, BlockOutcome, row_outcome, training_attention
@@ -60,7 +61,7 @@ class DSparkTrainer(Trainer):
     ```
 
     Args:
-        model ([`DSparkDrafter`] or `peft.PeftModel`): The drafter, or LoRA adapters on one.
+        model ([`Drafter`] or `peft.PeftModel`): The drafter, or LoRA adapters on one.
         args ([`DSparkTrainingArguments`]): Hyper-parameters.
         target ([`~transformers.PreTrainedModel`]): The teacher, in any dtype or quantisation, on the device where it
             is to run. It is not moved, not wrapped and not saved.
@@ -69,7 +70,9 @@ class DSparkTrainer(Trainer):
         kwargs: As for [`~transformers.Trainer`].
 
     Raises:
-        ValueError: No usable example, or target and drafter do not fit.
+        TypeError: `args` or examples of another kind.
+        ValueError: No usable example, or target, drafter and tokens do not fit.
+        FloatingPointError: In `train`: a loss or a gradient that is no finite number; the message names the step.
     """
 
     loss_is_scaled_for_ga = True  # divided by the weight of the whole step
@@ -84,7 +87,10 @@ class DSparkTrainer(Trainer):
         eval_dataset: Sequence[TrainingExample] | None = None,
         **kwargs: Any,
     ):
+        if not isinstance(args, DSparkTrainingArguments):
+            raise TypeError(f"args must be DSparkTrainingArguments, got {type(args).__name__}")
         self.view = TargetView(target, drafter_of(model))
+        check_vocabulary(self.view, [*_checked(train_dataset, "train"), *_checked(eval_dataset, "eval")])
         self.teacher = Teacher(self.view)
         super().__init__(
             model,
@@ -144,6 +150,7 @@ class DSparkTrainer(Trainer):
     ) -> Any:
         """The share of `inputs` in the loss of the step, times the number of processes (gradients are averaged)."""
         loss, outcomes = self._outcomes(model, inputs["rows"], num_items_in_batch)
+        self._check_finite("the loss", loss.item())
         for outcome in outcomes:
             self.meter.add(outcome)
         loss = loss * self.accelerator.num_processes
@@ -186,6 +193,19 @@ class DSparkTrainer(Trainer):
         """Of the drafter, forwards and backwards, on the slots of all blocks."""
         slots = sum(len(row.anchors) for row in inputs["rows"]) * self.view.drafter.config.block_size
         return 6 * slots * self.view.drafter.num_parameters()
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm)
+        if self.accelerator.scaler is None:  # float16's scaler meets infinities on its way, and skips those steps
+            self._check_finite("the norm of the gradients", float(norm))
+        return norm
+
+    def _check_finite(self, name: str, value: float) -> None:
+        if not math.isfinite(value):
+            raise FloatingPointError(
+                f"{name} is {value} at step {self.state.global_step + 1}: training stops before this step is taken; "
+                "try a lower learning_rate, or a wider dtype of the target"
+            )
 
     def _with_anchors(self, rows: Sequence[PackedRow], step: int) -> list[PackedRow]:
         return [row.with_drawn_anchors(self.args.num_anchors, seed=self.args.seed, step=step) for row in rows]
@@ -264,14 +284,43 @@ def call_inside(model: nn.Module, function: Callable[[], Any]) -> Any:
         restore()
 
 
-def drafter_of(model: nn.Module) -> DSparkDrafter:
+def drafter_of(model: nn.Module) -> Drafter:
     """The drafter in `model`, which is one or a PEFT model on one."""
     return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
-def trained_drafter(model: nn.Module) -> DSparkDrafter:
+def trained_drafter(model: nn.Module) -> Drafter:
     """The drafter to save: adapters merged into its weights, if `model` has some."""
     return model.merge_and_unload().eval() if hasattr(model, "peft_config") else model.eval()
+
+
+def check_token_ids(examples: Sequence[TrainingExample], size: int, owner: str = "target") -> None:
+    """Raises `ValueError` for a token in `examples` that is not one of the `size` that `owner` knows."""
+    for token in (get(e.input_ids) for e in examples if e.input_ids for get in (min, max)):
+        if not 0 <= token < size:
+            raise ValueError(
+                f"the data holds token {token}, but the {owner} knows {size}: was it made for another one?"
+            )
+
+
+def check_vocabulary(view: TargetView, examples: Sequence[TrainingExample]) -> None:
+    """Raises `ValueError` unless target and drafter fit, and both know all tokens of `examples`."""
+    config, size = view.drafter.config, view.vocab_size
+    if view.drafter.markov_head is not None and not view.drafter.has_own_vocabulary and config.vocab_size > size:
+        raise ValueError(
+            f"the drafter drafts {config.vocab_size} tokens (vocab_size), but the target's logits have {size}; use a "
+            "drafter of this target"
+        )
+    check_token_ids(examples, getattr(view.embed_tokens, "num_embeddings", None) or size)
+    check_token_ids(examples, config.vocab_size, "drafter")
+
+
+def _checked(examples: Sequence[TrainingExample] | None, name: str) -> Sequence[TrainingExample]:
+    """`examples`, none for `None`; `TypeError` for what is no example."""
+    for example in examples or ():
+        if not isinstance(example, TrainingExample):
+            raise TypeError(f"{name}_dataset must hold TrainingExamples, got {type(example).__name__}")
+    return examples or ()
 
 
 def _detached(losses: Any) -> Any:
@@ -283,6 +332,8 @@ def _dataset(examples: Sequence[TrainingExample] | None, max_length: int, name: 
     """The usable examples; tells how many were skipped."""
     if examples is None:
         return None
+    if not len(examples):
+        raise ValueError(f"{name}_dataset is empty: it needs at least one example, or None")
     kept = usable(examples, max_length)
     if not kept:
         raise ValueError(
