@@ -11,7 +11,7 @@ from hf_dspark.cli import command_parser
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-COMMAND = re.compile(r"^\s*(?:\S*python -m hf_dspark|hf-dspark) (.+)$", re.MULTILINE)
+COMMAND = re.compile(r"^\s*(?:[\w./-]*python -m hf_dspark|hf-dspark) (.+)$", re.MULTILINE)
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if ">>>" in p.read_text()], ids=lambda page: page.name)
