@@ -1,7 +1,7 @@
 """Checks speculators exports against the speculators package, which lives in an environment of its own.
 
-    python -m venv /tmp/speculators && /tmp/speculators/bin/pip install speculators
-    python examples/check_speculators.py --python /tmp/speculators/bin/python
+    python -m venv speculators-env && speculators-env/bin/pip install speculators
+    python examples/check_speculators.py --python speculators-env/bin/python
 
 Random drafters of several kinds are converted, loaded there by `SpeculatorModel.from_pretrained`, run over the same
 anchors by both, and compared: hidden states, draft logits and confidences. Prints the largest differences.

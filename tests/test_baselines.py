@@ -130,11 +130,16 @@ def test_any_number_of_layers_is_lossless(num_layers, from_anchor):
     assert_lossless(target, drafter, [6])
 
 
-@pytest.mark.parametrize("from_anchor", LAYOUTS.values(), ids=LAYOUTS.keys())
-@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS.keys())
+@pytest.mark.parametrize(
+    "head, from_anchor",
+    [
+        pytest.param(head, from_anchor, id=f"{name}, {layout}")
+        for name, head in HEADS.items()
+        for layout, from_anchor in LAYOUTS.items()
+        if name != "rnn" or from_anchor  # an rnn head in layout B is refused, see above
+    ],
+)
 def test_what_a_head_learnt_in_either_layout_is_accepted_live(head, from_anchor):
-    if head.get("markov_head_type") == "rnn" and not from_anchor:
-        pytest.skip("refused, see above")
     target = tiny_target("llama")
     torch.manual_seed(0)
     losses, accepted = overfitted(target, parallel(target, 4, from_anchor=from_anchor, **head))

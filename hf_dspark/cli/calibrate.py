@@ -1,7 +1,6 @@
 """`calibrate`: fits the temperatures of a drafter's confidences on prompts, and writes the drafter with them."""
 
 import argparse
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from ..configuration_dspark import CALIBRATED_MODES
 from ..demo import DRAFTER_FOLDER, load_demo_target
 from ..modeling_drafter import Drafter
 from ..prompt_sets import Conversation, load_prompts
+from ..whole_folders import replacing
 from .arguments import at_least, refuse_lost_outputs
 from .models import check_model_folders, load_drafter
 
@@ -118,21 +118,9 @@ def write_drafter(source: Path, output: Path, drafter: Drafter) -> None:
     if output.exists() and output.samefile(source):
         save_calibration(drafter, output)
         return
-    work, old = (output.with_name(f".{output.name}.{os.getpid()}.{word}") for word in ("incomplete", "old"))
-    try:
-        shutil.copytree(source, work)
+    with replacing(output) as work:
+        shutil.copytree(source, work, dirs_exist_ok=True)
         save_calibration(drafter, work)
-        if output.exists():
-            output.rename(old)
-        try:
-            work.rename(output)
-        except OSError:
-            if old.exists():
-                old.rename(output)
-            raise
-    finally:
-        for leftover in (work, old):
-            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def positive(text: str) -> float:

@@ -5,17 +5,15 @@ size. What lies at the destination is complete: the folder is written beside it 
 decoding.
 """
 
-import contextlib
 import dataclasses
 import os
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ..configuration_dspark import DSparkConfig
 from ..json_files import read_object, write_object
 from ..sps_profile import SPSProfile
+from ..whole_folders import replacing
 from .checkpoint import Checkpoint
 from .loading import ForeignDrafter
 from .safetensors_files import SHARD_BYTES, TensorRef, total_bytes, write_checkpoint
@@ -97,7 +95,7 @@ def convert(
     copies = _target_copies(drafter, target) if to == "deepspec" else {}
     tensors = drafter.tensors | copies
     tables = _tables(drafter.config, sps)
-    with _replacing(destination) as work:
+    with replacing(destination) as work:
         write_checkpoint(work, tensors, shard_bytes=shard_bytes)
         write_object(work / "config.json", fields, indent=2)
         for name, table in tables.items():
@@ -178,25 +176,3 @@ def _check_destination(destination: Path, force: bool) -> None:
         return
     if destination.exists() and (not force or not destination.is_dir()):
         raise FileExistsError(f"{destination} is there and not an empty folder; force replaces it")
-
-
-@contextlib.contextmanager
-def _replacing(destination: Path) -> Iterator[Path]:
-    """A folder beside `destination` that takes its place when all went well, and is gone otherwise."""
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    name = destination.resolve().name
-    work, old = (destination.parent / f".{name}.{os.getpid()}.{word}" for word in ("incomplete", "old"))
-    work.mkdir()
-    try:
-        yield work
-        if destination.exists():
-            destination.rename(old)
-        try:
-            work.rename(destination)
-        except OSError:
-            if old.exists():
-                old.rename(destination)
-            raise
-    finally:
-        for leftover in (work, old):
-            shutil.rmtree(leftover, ignore_errors=True)
