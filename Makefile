@@ -8,10 +8,11 @@ VENV_PYTHON := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types clean
+.PHONY: help demo space test lint types clean
 
 help:
 	@echo "make demo    run the live demo (ARGS='--prompt ... --temperature 0.7' are passed on)"
+	@echo "make space   serve the web page with the live view; prints its URL (ARGS='--port 7861' are passed on)"
 	@echo "make test    lint, types and tests (ARGS='tests/test_cli.py -k ...' are passed to pytest)"
 	@echo "make lint    ruff: check and format"
 	@echo "make types   mypy"
@@ -20,6 +21,9 @@ help:
 
 demo: $(INSTALLED)
 	@$(VENV_PYTHON) -m hf_dspark demo $(ARGS)
+
+space: $(INSTALLED)
+	@$(VENV_PYTHON) space/app.py $(ARGS)
 
 test: lint types
 	$(VENV_PYTHON) -m pytest $(ARGS)
@@ -35,7 +39,7 @@ types: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	@test -x $(VENV_PYTHON) || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV), once; this takes a few minutes ..."
-	@$(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[demo,dev,plot,quant,serve,train]'
+	@$(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[browser,demo,dev,plot,quant,serve,space,train]'
 	@touch $@
 
 clean:

@@ -93,7 +93,7 @@ def cell(target, drafter, prompt_batches, methods, args, options):
     runs = {name: [] for name in methods}
     for number, inputs in enumerate(prompt_batches):
         names = list(methods)
-        shift = 5 * number % len(names)
+        shift = 2 * number % len(names)
         for name in names[shift:] + names[:shift]:
             again = [run(target, drafter, inputs, methods[name], args, options) for _ in range(args.repeats)]
             runs[name].append(min(again, key=lambda r: r.seconds) if args.repeats < 3 else _median(again))

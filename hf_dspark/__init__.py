@@ -12,6 +12,7 @@ from .calibration_report import CalibrationReport
 from .candidate_generator import DSparkCandidateGenerator
 from .configuration_autoregressive import AutoregressiveConfig
 from .configuration_dspark import DSparkConfig
+from .engine import DSparkEngine, EngineStep
 from .evaluation import Evaluation, evaluate
 from .hook import install, uninstall
 from .modeling_autoregressive import AutoregressiveDrafter
@@ -22,6 +23,7 @@ from .policies import CausalGreedy, LaggedBudget, Lookahead
 from .preparation import Sampling, prepare_data
 from .profiling import profile_sps
 from .prompt_sets import load_prompts
+from .requests import EngineFull, Request, RequestCancelled
 from .rounds import DecodingRound, DecodingStats
 from .scheduling import (
     CallSetting,
@@ -46,14 +48,19 @@ __all__ = [
     "DSparkCandidateGenerator",
     "DSparkConfig",
     "DSparkDrafter",
+    "DSparkEngine",
     "DSparkGenerateOutput",
     "DecodingRound",
     "DecodingStats",
+    "EngineFull",
+    "EngineStep",
     "Evaluation",
     "FixedLength",
     "LaggedBudget",
     "Lookahead",
     "ParityReport",
+    "Request",
+    "RequestCancelled",
     "RoundOutcome",
     "SPSProfile",
     "Sampling",

@@ -1,4 +1,4 @@
-"""A scheduler at work in one `generate` call: asked here, its answers checked, and told what came of them.
+"""A scheduler at work in a `generate` call or an engine: asked here, its answers checked, and told what came of them.
 
 Contract: whoever decodes knows drafts, rows and clocks; a policy knows confidences, limits and costs. This is what
 stands between them, for the packed engine and for transformers' own loop. The state of a call lives here.
@@ -16,21 +16,32 @@ from .auto import Auto
 from .drafting import Drafts
 from .modeling_dspark import DSparkDrafter
 from .round_cost import RoundCost, shared_cost
-from .scheduling import CallSetting, RoundOutcome, Scheduler, ScheduleRequest
+from .scheduling import CallSetting, FixedLength, RoundOutcome, Scheduler, ScheduleRequest
 
 
 class CallSchedule:
     """
     Args:
-        drafter ([`DSparkDrafter`]): The drafter view; its options name the scheduler.
+        drafter ([`DSparkDrafter`], *optional*): The drafter view; its options name the scheduler. `None`: no drafts.
         cost ([`RoundCost`], *optional*): What rounds take; see [`measured_cost`].
         do_sample (`bool`): Whether drafts are drawn; calibration differs.
+        drains (`bool`, *optional*, defaults to `True`): See [`CallSetting`].
+
+    Attributes:
+        predicted_seconds (`float`, *optional*): What the last round was to take; `None` where costs are not known.
 
     Raises:
         ValueError: The scheduler needs confidences or costs that there are not.
     """
 
-    def __init__(self, drafter: DSparkDrafter, cost: RoundCost | None, *, do_sample: bool):
+    def __init__(self, drafter: DSparkDrafter | None, cost: RoundCost | None, *, do_sample: bool, drains: bool = True):
+        self.cost = cost
+        self.predicted_seconds: float | None = None
+        self._request: ScheduleRequest | None = None
+        if drafter is None:
+            self.draft_length = 0
+            self.scheduler: Scheduler = FixedLength(0)
+            return
         options, block = drafter.options, drafter.config.num_drafts
         policy = chosen_scheduler(drafter)
         if policy.requires_confidence and drafter.confidence_head is None:
@@ -40,10 +51,8 @@ class CallSchedule:
         calibration = (drafter.config.confidence_calibration or {}).get("sampling" if do_sample else "greedy", {})
         acceptance = calibration.get("conditional_acceptance")
         self.draft_length = min(policy.draft_length(block), options.max_draft_tokens or block)
-        setting = CallSetting(self.draft_length, cost, None if acceptance is None else tuple(acceptance))
-        self.scheduler = policy.for_call(setting)
-        self.cost = cost
-        self._request: ScheduleRequest | None = None
+        expected = None if acceptance is None else tuple(acceptance)
+        self.scheduler = policy.for_call(CallSetting(self.draft_length, cost, expected, drains))
 
     def wants_drafts(self, num_rows: int, context: float) -> bool:
         """Whether the coming round drafts."""
@@ -102,8 +111,9 @@ class CallSchedule:
             context (`float`): Mean number of cached tokens of a row when the round began.
         """
         if self.cost is not None:
-            drafted = self._request is not None
-            self.cost.observe(len(lengths), sum(lengths), context, seconds, drafted=drafted)
+            drafted, verified = self._request is not None, sum(lengths)
+            self.predicted_seconds = self.cost.predict(len(lengths), verified, context, drafted=drafted)
+            self.cost.observe(len(lengths), verified, context, seconds, drafted=drafted)
         self.scheduler.observe(RoundOutcome(self._request, len(lengths), lengths, accepted, seconds, first_stands))
 
 
@@ -113,7 +123,9 @@ def chosen_scheduler(drafter: DSparkDrafter) -> Scheduler:
     return Auto() if named is None or isinstance(named, str) else named
 
 
-def measured_cost(target: PreTrainedModel, drafter: DSparkDrafter, num_rows: int) -> RoundCost | None:
+def measured_cost(
+    target: PreTrainedModel, drafter: DSparkDrafter, num_rows: int, *, do_sample: bool = False
+) -> RoundCost | None:
     """
     What rounds of the packed engine take: from the profile given in the view's options, or measured (once, a while).
 
@@ -127,4 +139,4 @@ def measured_cost(target: PreTrainedModel, drafter: DSparkDrafter, num_rows: int
 
         batch_tokens = num_rows * (1 + drafter.config.num_drafts)
         profile = cached_profile(target, drafter, max_batch_tokens=batch_tokens)
-    return None if profile is None else shared_cost(target, profile)
+    return None if profile is None else shared_cost(target, profile, do_sample=do_sample)

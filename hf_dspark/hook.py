@@ -18,6 +18,7 @@ from transformers.cache_utils import DynamicCache
 
 from .candidate_generator import DSparkCandidateGenerator
 from .generation import decode
+from .narrow_linear import install_narrow_linear, uninstall_narrow_linear
 from .packed import install_packed_attention, uninstall_packed_attention
 from .streaming import check_streamer, failures_reach_the_reader
 
@@ -110,6 +111,7 @@ def install() -> None:
             wrapper._dspark_original = original
             setattr(GenerationMixin, name, wrapper)
     install_packed_attention()
+    install_narrow_linear()
 
 
 def uninstall() -> None:
@@ -119,3 +121,4 @@ def uninstall() -> None:
         if original is not None:
             setattr(GenerationMixin, name, original)
     uninstall_packed_attention()
+    uninstall_narrow_linear()

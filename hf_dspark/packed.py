@@ -28,6 +28,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from .gate import has_sliding_window, supports_packed
 from .layout import BlockWindow, PackedLayout
+from .narrow_linear import narrow_linears
 from .slab import PackedForward, SlabCache
 
 __all__ = [
@@ -62,7 +63,10 @@ def packed_scope(cache: SlabCache, layout: PackedLayout) -> Iterator[PackedForwa
     token = _FORWARD.set(forward)
     cache.forward = forward
     try:
-        with torch.no_grad():  # slabs are written in place and must not grow a graph
+        with (
+            narrow_linears(layout.rows.numel()),
+            torch.no_grad(),
+        ):  # slabs are written in place and must not grow a graph
             yield forward
     finally:
         cache.forward = None

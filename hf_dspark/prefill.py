@@ -1,7 +1,9 @@
-"""Prefill: the target's ordinary forward over the prompt, and what the rounds need from it.
+"""Prefill: the target over the prompts, and what the rounds need from it.
 
-Contract: the first token comes out of the very forward that plain `generate` runs, so it is the same to the bit. The
-prompt's keys and values then move to the packed cache, and its tapped hidden states become the drafter's context.
+Contract: as a rule the first token comes out of the very forward that plain `generate` runs, so it is the same to the
+bit; the prompts' keys and values then move to the packed cache. A batch of prompts of very different lengths is mostly
+padding; its rows are read one by one instead, packed, which computes the same without the padding. Either way the
+tapped hidden states become the drafter's context.
 
 Source: https://huggingface.co/papers/2607.05147, Eq. 2. Shape legend: R rows, S prompt columns, W columns of the cache
 after the prefill (S and earlier turns), C real tokens of a row, M tapped layers, Dt target hidden, V vocabulary.
@@ -9,6 +11,7 @@ after the prefill (S and earlier turns), C real tokens of a row, M tapped layers
 
 import copy
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,10 +19,17 @@ from transformers import GenerationConfig
 from transformers.utils import logging
 
 from .kept_cache import DenseColumns, KeptContext, recall_context
-from .packed import SlabCache
+from .packed import SlabCache, packed_forward
 from .target import TargetView
 
 logger = logging.get_logger(__name__)
+
+MOST_PADDING = 0.25  # of a batch that is still run as a whole
+CHUNK = 512  # tokens of a row that are read at once; bounds what its attention mask takes
+
+
+Context = tuple[torch.Tensor, torch.Tensor, list[int]]
+"""Tapped states `[C, M*Dt]`, position ids `[C]` and C tokens, as [`DraftSession.add_context`] takes them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -30,17 +40,16 @@ class Prefill:
         earlier ([`KeptContext`], *optional*): The drafter's context of an earlier turn.
         columns ([`DenseColumns`]): Where the prompt stands in the dense cache.
         last_positions (`list[int]`): Position id of every row's last prompt token.
-        context (`list[list[tuple]]`): For each row, tapped states `[C, M*Dt]`, position ids `[C]` and the C tokens of
-            one or two parts of it, as [`DraftSession.add_context`] takes them.
+        context (`list[list[Context]]`): The drafter's, for each row, in one or more parts.
         logits (`torch.Tensor` of shape `[R, V]`): Of the first new token, float32.
-        hidden_states (`tuple`): As the target returned them.
+        hidden_states (`tuple`): As the target returned them; empty where rows were read one by one.
     """
 
     cache: SlabCache
     earlier: KeptContext | None
     columns: DenseColumns
     last_positions: list[int]
-    context: list[list[tuple[torch.Tensor, torch.Tensor, list[int]]]]
+    context: list[list[Context]]
     logits: torch.Tensor
     hidden_states: tuple[torch.Tensor | None, ...]
 
@@ -67,6 +76,8 @@ def prefill(
         logger.warning_once("`prefill_chunk_size` is ignored with a DSpark drafter: the prompt is prefilled at once.")
         generation_config = copy.copy(generation_config)
         generation_config.prefill_chunk_size = None
+    if not all_hidden_states and is_mostly_padding(input_ids, model_kwargs):
+        return prefill_by_rows(view, input_ids, model_kwargs)
     indices = True if all_hidden_states else view.hidden_state_indices
     outputs = view.target._prefill(input_ids, generation_config, model_kwargs | {"output_hidden_states": indices})
     width = outputs.cache.get_seq_length()
@@ -86,6 +97,74 @@ def prefill(
         logits=outputs.logits[:, -1].to(copy=True, device=input_ids.device, dtype=torch.float32),
         hidden_states=outputs.hidden_states,
     )
+
+
+def is_mostly_padding(input_ids: torch.LongTensor, model_kwargs: dict[str, Any]) -> bool:
+    """Whether a fresh batch `[R, S]` of token ids has so much padding that its rows are better read one by one."""
+    mask = model_kwargs.get("attention_mask")
+    fresh = model_kwargs["cache"].get_seq_length() == 0 and model_kwargs.get("inputs_embeds") is None
+    if not fresh or mask is None or mask.shape != input_ids.shape:
+        return False
+    return int(mask.bool().sum()) < (1 - MOST_PADDING) * mask.numel()
+
+
+def prefill_by_rows(view: TargetView, input_ids: torch.LongTensor, model_kwargs: dict[str, Any]) -> Prefill:
+    """[`prefill`] of a fresh batch `[R, S]` without its padding."""
+    mask, positions = real_tokens(input_ids, model_kwargs, input_ids.shape[1])
+    cache, context, logits = SlabCache(len(mask)), [], []
+    for row, columns in enumerate(real_columns(mask)):
+        columns = columns.to(input_ids.device)
+        ids, places = input_ids[row, columns].tolist(), positions[row, columns].tolist()
+        own, parts = SlabCache(1), []
+        for first in range(0, len(ids), CHUNK):
+            chunk = slice(first, first + CHUNK)
+            last_logits, part = read_tokens(view, own, ids[chunk], places[chunk])
+            parts += part
+        cache.take_row(row, own)
+        context.append(parts)
+        logits.append(last_logits.to(input_ids.device))
+    return Prefill(
+        cache=cache,
+        earlier=None,
+        columns=DenseColumns(real_columns(mask), input_ids.shape[1]),
+        last_positions=positions[:, -1].tolist(),
+        context=context,
+        logits=torch.cat(logits),
+        hidden_states=(),
+    )
+
+
+def read_tokens(
+    view: TargetView, cache: SlabCache, token_ids: list[int], positions: Sequence[int], *, keep_context: bool = True
+) -> tuple[torch.Tensor, list[Context]]:
+    """
+    Runs the next tokens of one prompt through the target.
+
+    Args:
+        view ([`TargetView`]): Target and drafter.
+        cache ([`SlabCache`] of one row): Holds what came before; takes what is read.
+        token_ids (`list[int]` of length C), positions (`Sequence[int]` of length C): The tokens.
+        keep_context (`bool`, *optional*, defaults to `True`): Whether a drafter will want to know.
+
+    Returns:
+        `tuple`: float32 logits `[1, V]` after the last token, and the drafter's [`Context`], or none.
+    """
+    target = view.target
+    outputs = packed_forward(
+        target,
+        view.to_target(torch.tensor([token_ids])),
+        view.to_target(torch.tensor([positions])),
+        cache=cache,
+        layout=cache.layout([len(token_ids)]),
+        output_hidden_states=view.hidden_state_indices if keep_context else False,
+        **({"logits_to_keep": 1} if target._supports_logits_to_keep() else {}),
+    )
+    cache.lengths[0] += len(token_ids)
+    logits = outputs.logits[0, -1:].to(copy=True, dtype=torch.float32)
+    if not keep_context:
+        return logits, []
+    features = view.context_features(outputs.hidden_states)[0]
+    return logits, [(features, torch.tensor(positions, device=features.device), token_ids)]
 
 
 def real_tokens(

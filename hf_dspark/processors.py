@@ -82,11 +82,12 @@ class RowProcessors:
 
     Args:
         processors (`LogitsProcessorList`): As `generate` prepared them; never changed.
-        batch_size (`int`): Batch rows R of the call, including `num_return_sequences`.
+        batch_size (`int`): Batch rows R of the call, including `num_return_sequences`. If it is 1, the one row may go
+            by any number.
     """
 
     def __init__(self, processors: Sequence[stock.LogitsProcessor], batch_size: int):
-        self._processors = list(processors)
+        self._processors, self._single = list(processors), batch_size == 1
         self._own = [
             None
             if type(processor) in _PREFIX_FREE
@@ -133,7 +134,7 @@ class RowProcessors:
             if prefixes is None:
                 prefixes = [prefix(entry) for entry in range(len(rows))]
             processed = [
-                entry_scores if ids is None else own[row](ids[None], entry_scores)
+                entry_scores if ids is None else own[0 if self._single else row](ids[None], entry_scores)
                 for row, ids, entry_scores in zip(rows, prefixes, scores.split(1), strict=True)
             ]
             scores = torch.cat(processed).float()

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from .narrow_linear import narrow_linears
 from .packed import PackedLayout, SlabCache, packed_scope
 from .target import TargetView
 
@@ -69,7 +70,8 @@ class ParallelProposer:
         # Layout B drops the anchor's slot; in layout A it predicts too.
         first = num_slots - config.num_drafts
         self._hidden = hidden.view(num_rows, num_slots, -1)[:, first : first + num_drafts]
-        self._base_logits = self.view.base_logits(self._hidden)
+        with narrow_linears(num_rows * num_drafts):
+            self._base_logits = self.view.base_logits(self._hidden)
 
     def step(self, position: int, previous_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self._hidden[:, position], self._base_logits[:, position]
@@ -144,4 +146,4 @@ class AutoregressiveProposer:
             embeds = self.view.noise_embeds(previous_ids[None])
             self._states = drafter(embeds, self._states, self._positions + position, cache=self.cache)
             hidden = drafter.norm(self._states[0])
-        return hidden, self.view.base_logits(hidden)
+            return hidden, self.view.base_logits(hidden)

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 # Share of a surprise that enters the prediction at once: single rounds are noisy, slow phases last for many rounds.
 SPEED_SHARE = 0.1
+KIND_SHARE = 0.1
 SIZE_SHARE = 0.1
-PLAIN_WEIGHT = 3  # plain rounds are few while drafting pays, so each of them counts for more
+PLAIN_WEIGHT = 2  # plain rounds are few while drafting pays, so each of them counts for more
 # While all rounds draft, nothing is learned about plain ones; after so many a plain one is due, the first time sooner.
 PLAIN_EVERY, FIRST_PLAIN = 64, 8
 # A round that took more than twice (or less than half) the prediction was interrupted; it counts as that much.
@@ -48,7 +49,8 @@ class RoundCost:
         self.profile, self.refine = profile, refine
         self._lock = threading.Lock()
         self._speed = 0.0  # log of measured over profiled seconds, all rounds
-        self._by_size = np.zeros((2, len(_SIZE_ENDS)))  # the same on top of it: [drafted, size of the verification]
+        self._by_kind = np.zeros(2)  # on top of it, of plain rounds and of those that draft
+        self._by_size = np.zeros((2, len(_SIZE_ENDS)))  # on top of both: [drafted, size of the verification]
         self._since_plain = np.full(len(_SIZE_ENDS), PLAIN_EVERY - FIRST_PLAIN)  # drafted rounds, by size of the batch
         self._tables: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = {}
 
@@ -66,14 +68,14 @@ class RoundCost:
         """
         table, sizes = self._profiled(num_rows, num_drafts, context)
         with self._lock:
-            return table * np.exp(self._speed + self._by_size[1, sizes])
+            return table * np.exp(self._speed + self._by_kind[1] + self._by_size[1, sizes])
 
     def plain_seconds(self, num_rows: int, context: float) -> float:
         """Seconds of a round that drafts nothing: one token for each of `num_rows` rows."""
         seconds = self.profile.round_seconds(num_rows, context=context, num_requests=num_rows, drafted=False)
         with_drafts = self.predict(num_rows, 0, context, drafted=True)
         with self._lock:
-            plain = float(seconds) * math.exp(self._speed + self._by_size[0, _size(num_rows)])
+            plain = float(seconds) * self._correction(0, num_rows)
         return min(plain, with_drafts)  # whatever was measured: drafting on top takes no time away
 
     def plain_is_due(self, num_rows: int) -> bool:
@@ -87,7 +89,7 @@ class RoundCost:
             return self.plain_seconds(num_rows, context)
         seconds = self.profile.round_seconds(num_rows + verified, context=context, num_requests=num_rows, drafted=True)
         with self._lock:
-            return float(seconds) * math.exp(self._speed + self._by_size[1, _size(num_rows + verified)])
+            return float(seconds) * self._correction(1, num_rows + verified)
 
     def observe(self, num_rows: int, verified: int, context: float, seconds: float, *, drafted: bool) -> None:
         """
@@ -106,10 +108,16 @@ class RoundCost:
         surprise = math.log(seconds / predicted)
         surprise = min(max(surprise, -LARGEST_SURPRISE), LARGEST_SURPRISE)
         kind, size = int(drafted), _size(num_rows + verified)
+        weight = 1 if drafted else PLAIN_WEIGHT
         with self._lock:
             self._speed += SPEED_SHARE * surprise
-            self._by_size[kind, size] += SIZE_SHARE * (1 if drafted else PLAIN_WEIGHT) * surprise
+            self._by_kind[kind] += KIND_SHARE * surprise
+            self._by_size[kind, size] += SIZE_SHARE * weight * surprise
             self._since_plain[_size(num_rows)] = self._since_plain[_size(num_rows)] + 1 if drafted else 0
+
+    def _correction(self, kind: int, batch_tokens: int) -> float:
+        """Measured over profiled seconds."""
+        return math.exp(self._speed + self._by_kind[kind] + self._by_size[kind, _size(batch_tokens)])
 
     def _profiled(self, num_rows: int, num_drafts: int, context: float) -> tuple[np.ndarray, np.ndarray]:
         """The profile's table, and the size class of each entry; contexts are taken in steps of 64 tokens."""
@@ -126,13 +134,17 @@ class RoundCost:
         return found
 
 
-def shared_cost(target: "nn.Module", profile: "SPSProfile") -> RoundCost:
-    """The one `RoundCost` of a target and a profile, so that a call begins with what earlier calls learned."""
+def shared_cost(target: "nn.Module", profile: "SPSProfile", *, do_sample: bool = False) -> RoundCost:
+    """
+    The one `RoundCost` of a target and a profile, so that a call begins with what earlier calls learned. Sampling has
+    its own: draws and residuals take time that greedy rounds do not need, and that profiles do not know.
+    """
     with _LOCK:
         costs = _COSTS.setdefault(target, {})
-        if id(profile) not in costs:  # the cost holds the profile, so its id stays its own
-            costs[id(profile)] = RoundCost(profile)
-        return costs[id(profile)]
+        key = (id(profile), do_sample)
+        if key not in costs:  # the cost holds the profile, so its id stays its own
+            costs[key] = RoundCost(profile)
+        return costs[key]
 
 
 def _size(batch_tokens: int) -> int:
@@ -140,4 +152,4 @@ def _size(batch_tokens: int) -> int:
 
 
 _LOCK = threading.Lock()
-_COSTS: "WeakKeyDictionary[nn.Module, dict[int, RoundCost]]" = WeakKeyDictionary()
+_COSTS: "WeakKeyDictionary[nn.Module, dict[tuple[int, bool], RoundCost]]" = WeakKeyDictionary()

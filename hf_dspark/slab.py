@@ -167,6 +167,18 @@ class SlabCache(Cache):
                 slab[[first, second], :, :used] = slab[[second, first], :, :used]
         self.lengths[first], self.lengths[second] = self.lengths[second], self.lengths[first]
 
+    def take_row(self, row: int, other: "SlabCache", other_row: int = 0) -> None:
+        """Puts the committed content of a row of another cache of the same model in place of what `row` held."""
+        length = other.lengths[other_row]
+        while len(self.layers) < len(other.layers):
+            self.layers.append(SlabLayer())
+        for layer, source in zip(self.layers, other.layers, strict=False):
+            if source.slabs:
+                layer.reserve(source.slabs, self.num_rows, length + 1)  # the next forward writes at least one more
+                for slab, states in zip(layer.slabs, source.slabs, strict=True):
+                    slab[row, :, :length] = states[other_row, :, :length]
+        self.lengths[row] = length
+
     def import_dense(self, cache: Cache, attention_mask: torch.Tensor | None = None) -> None:
         """
         Takes over the content of a stock cache, row by row, dropping masked columns. The stock cache is only read.

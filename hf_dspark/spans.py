@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .rounds import DecodingRound
 
-SpanKind = Literal["target", "accepted", "correction", "bonus", "rejected"]
+SpanKind = Literal["target", "accepted", "correction", "bonus", "rejected", "discarded"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +27,16 @@ class Span:
             `"accepted"`: a draft that the target confirmed. `"correction"`: the target's token in the place of the
             draft it rejected. `"bonus"`: the target's token after a wholly accepted block. `"target"`: the target's
             token where nothing was verified (the prefill's, or a round without drafts). `"rejected"`: the draft that
-            the following correction replaced; it is no part of the text.
+            the following correction replaced; it is no part of the text. `"discarded"`: the verified drafts after a
+            rejected one, which fell with it; no part of the text either.
         confidence (`float` or `None`): The drafter's confidence in a draft, if it has a confidence head.
+        position (`int` or `None`): Which draft of its round completed the text, from 1; `None` for other tokens.
     """
 
     text: str
     kind: SpanKind
     confidence: float | None = None
+    position: int | None = None
 
 
 class IncrementalDecoder:
@@ -60,11 +63,11 @@ class IncrementalDecoder:
         self._start, self._returned = self._returned, len(self._ids)
         return piece
 
-    def peek(self, token_id: int) -> str:
-        """The text that `token_id` would complete; it is not kept. Incomplete characters are left out."""
-        self._ids.append(token_id)
+    def peek(self, *token_ids: int) -> str:
+        """The text that `token_ids` would complete; they are not kept. Incomplete characters are left out."""
+        self._ids += token_ids
         piece = self._pending()
-        self._ids.pop()
+        del self._ids[len(self._ids) - len(token_ids) :]
         return piece.replace("\N{REPLACEMENT CHARACTER}", "")
 
     def flush(self) -> str:
@@ -87,10 +90,13 @@ class SpanBuilder:
 
     Args:
         tokenizer (`PreTrainedTokenizerBase`): The target's tokenizer.
+        discarded (`bool`, *optional*, defaults to `False`):
+            Whether to tell, in a span of its own, which verified drafts fell with a rejected one.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, discarded: bool = False):
         self._decoder = IncrementalDecoder(tokenizer)
+        self._discarded = discarded
         self._num_ids = 0
 
     def push(self, round_: DecodingRound) -> list[Span]:
@@ -99,9 +105,13 @@ class SpanBuilder:
         for position, token_id in enumerate(round_.committed_ids):
             confidence = round_.confidence[position] if position < len(round_.confidence) else None
             if position < round_.num_accepted:
-                spans += self._kept(token_id, "accepted", confidence)
+                spans += self._kept(token_id, "accepted", confidence, position + 1)
             elif position < round_.verify_length:
-                spans += _span(self._decoder.peek(round_.draft_ids[position]), "rejected", confidence)
+                rejected, *fallen = round_.draft_ids[position : round_.verify_length]
+                text = self._decoder.peek(rejected)
+                spans += _span(text, "rejected", confidence, position + 1)
+                if self._discarded and fallen:
+                    spans += _span(self._decoder.peek(rejected, *fallen)[len(text) :], "discarded")
                 spans += self._kept(token_id, "correction")
             else:
                 spans += self._kept(token_id, "bonus" if round_.verify_length else "target")
@@ -117,10 +127,12 @@ class SpanBuilder:
         spans = [span for token_id in generated_ids[self._num_ids :] for span in self._kept(token_id, "target")]
         return spans + _span(self._decoder.flush(), "target")
 
-    def _kept(self, token_id: int, kind: SpanKind, confidence: float | None = None) -> list[Span]:
+    def _kept(
+        self, token_id: int, kind: SpanKind, confidence: float | None = None, position: int | None = None
+    ) -> list[Span]:
         self._num_ids += 1
-        return _span(self._decoder.push(token_id), kind, confidence)
+        return _span(self._decoder.push(token_id), kind, confidence, position)
 
 
-def _span(text: str, kind: SpanKind, confidence: float | None = None) -> list[Span]:
-    return [Span(text, kind, confidence)] if text else []
+def _span(text: str, kind: SpanKind, confidence: float | None = None, position: int | None = None) -> list[Span]:
+    return [Span(text, kind, confidence, position)] if text else []

@@ -261,5 +261,5 @@ class _TimedDecoder(Decoder):
         self.other_seconds += now(device) - began + 2 * seconds_of(lambda: read_out(outputs.logits[0]), device)
         return outputs
 
-    def _check_logits(self, logits: torch.Tensor, when: str) -> None:
+    def _check_logits(self, logits: torch.Tensor, owners: Any, when: str) -> None:
         bool(logits.isnan().any())  # takes its time, but random prompts prove nothing about the target

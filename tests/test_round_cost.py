@@ -12,6 +12,7 @@ from torch import nn
 from hf_dspark import round_cost
 from hf_dspark.round_cost import (
     FIRST_PLAIN,
+    KIND_SHARE,
     LARGEST_SURPRISE,
     PLAIN_EVERY,
     SIZE_SHARE,
@@ -88,10 +89,11 @@ def test_one_outlier_moves_no_prediction_by_more_than_its_share(seconds):
     cost.observe(1, 3, 0.0, seconds, drafted=True)
     moved = np.log(cost.seconds(1, 7, 0.0) / before)
     sign = 1 if seconds > 1 else -1
-    own = SPEED_SHARE + SIZE_SHARE
+    others = SPEED_SHARE + KIND_SHARE
+    own = others + SIZE_SHARE
     assert moved[3] == pytest.approx(sign * own * LARGEST_SURPRISE)
-    assert moved[[0, 7]] == pytest.approx([sign * SPEED_SHARE * LARGEST_SURPRISE] * 2)
-    assert own * LARGEST_SURPRISE < math.log(1.2)
+    assert moved[[0, 7]] == pytest.approx([sign * others * LARGEST_SURPRISE] * 2)
+    assert own * LARGEST_SURPRISE < math.log(1.3)
 
 
 def test_sizes_learn_separately_and_so_do_rounds_without_drafts():
@@ -213,3 +215,22 @@ def test_drafting_is_never_thought_to_save_time():
     for _ in range(100):
         cost.observe(1, 0, 0.0, 0.2, drafted=True)
     assert cost.plain_seconds(1, 0.0) <= cost.predict(1, 0, 0.0, drafted=True)
+
+
+def test_what_all_rounds_with_drafts_cost_more_is_learned_within_a_few_of_them():
+    cost = RoundCost(STAIRS)
+    before, plain = cost.seconds(1, 7, 0.0), cost.plain_seconds(1, 0.0)
+    for verified in (3, 6, 3, 6, 3, 6):
+        cost.observe(1, verified, 0.0, 1.3 * before[verified], drafted=True)
+        cost.observe(1, 0, 0.0, plain, drafted=False)
+    assert cost.seconds(1, 7, 0.0)[7] / before[7] > 1.1  # a size that was not seen
+    assert cost.plain_seconds(1, 0.0) / plain == pytest.approx(1, rel=0.05)
+
+
+def test_sampling_learns_apart_from_greedy_decoding():
+    target, profile = nn.Linear(1, 1), TableProfile([1.0, 1.0])
+    greedy, sampling = shared_cost(target, profile), shared_cost(target, profile, do_sample=True)
+    assert greedy is not sampling
+    assert sampling is shared_cost(target, profile, do_sample=True)
+    sampling.observe(1, 1, 0.0, 2.0, drafted=True)
+    assert greedy.predict(1, 1, 0.0, drafted=True) == 1.0 < sampling.predict(1, 1, 0.0, drafted=True)

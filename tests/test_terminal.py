@@ -126,17 +126,20 @@ def test_every_kind_of_token_is_told_apart():
     a, b, c, d, x = map(ord, "abcdx")
     assert builder.push(decoding_round((a, x, x), 1, b, anchor_id=d, confidence=(0.9, 0.4, 0.1))) == [
         Span("d", "target"),
-        Span("a", "accepted", 0.9),
-        Span("x", "rejected", 0.4),
+        Span("a", "accepted", 0.9, 1),
+        Span("x", "rejected", 0.4, 2),
         Span("b", "correction"),
     ]
     assert builder.push(decoding_round((a, b), 2, c)) == [
-        Span("a", "accepted"),
-        Span("b", "accepted"),
+        Span("a", "accepted", position=1),
+        Span("b", "accepted", position=2),
         Span("c", "bonus"),
     ]
     assert builder.push(decoding_round((a, x), 0, b, verify_length=0)) == [Span("b", "target")]
-    assert builder.push(decoding_round((a, x), 1, b, verify_length=1)) == [Span("a", "accepted"), Span("b", "bonus")]
+    assert builder.push(decoding_round((a, x), 1, b, verify_length=1)) == [
+        Span("a", "accepted", position=1),
+        Span("b", "bonus"),
+    ]
 
 
 def test_what_a_stop_cut_off_is_not_shown():
@@ -144,9 +147,17 @@ def test_what_a_stop_cut_off_is_not_shown():
     a, b, x = map(ord, "abx")
     assert builder.push(decoding_round((a, b, x), 2, a, anchor_id=a, kept=1)) == [
         Span("a", "target"),
-        Span("a", "accepted"),
+        Span("a", "accepted", position=1),
     ]
     assert builder.finish([a, a]) == []
+
+
+def test_drafts_that_fell_with_a_rejected_one_are_told_on_request():
+    a, b, c, d, x = map(ord, "abcdx")
+    round_ = decoding_round((a, x, c, d, b), 1, b, anchor_id=d, verify_length=4)
+    kinds = [(span.text, span.kind) for span in SpanBuilder(BYTES, discarded=True).push(round_)]
+    assert kinds == [("d", "target"), ("a", "accepted"), ("x", "rejected"), ("cd", "discarded"), ("b", "correction")]
+    assert "discarded" not in {span.kind for span in SpanBuilder(BYTES).push(round_)}
 
 
 def test_an_answer_without_rounds_is_the_targets():

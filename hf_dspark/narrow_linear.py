@@ -1,0 +1,140 @@
+"""Linear layers over a few tokens on a CPU: the same product, in the one of two ways that is faster here.
+
+A verification multiplies every weight with a handful of tokens. For such narrow products `x @ W.T` and `(W @ x.T).T`
+differ by a factor of two and more, and which of them wins depends on the machine, the number of tokens and the shape
+(float32 on a processor with AVX-512: alike up to 3 tokens, the second twice as fast from 8 to 48, alike above). So
+within `narrow_linears` each shape is computed both ways on its first calls, which are real work, and the faster way is
+kept as long as the process lives.
+
+Contract: results differ in rounding only, no weight is copied, and nothing changes outside of the scope or in other
+threads. HF_DSPARK_STOCK_LINEAR=1 switches it off.
+
+Shape legend: N tokens, Din and Dout sizes of a layer.
+"""
+
+import functools
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import nn
+
+MOST_TOKENS = 64  # from here on both ways are alike
+SMALLEST_WEIGHT = 1 << 16  # smaller layers are done before the choice is made
+
+_ORIGINAL = "_hf_dspark_original"  # where the wrapper keeps what it wraps
+_ACTIVE: ContextVar[bool] = ContextVar("hf_dspark_narrow_linears", default=False)
+
+
+def _as_it_is(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return nn.functional.linear(states, weight, bias)
+
+
+def _flipped(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    product = torch.mm(weight, states.reshape(-1, states.shape[-1]).t()).t().contiguous()
+    if bias is not None:
+        product += bias
+    return product.view(*states.shape[:-1], weight.shape[0])
+
+
+class Choice:
+    """
+    Between the two ways for one shape.
+
+    The shortest of a few runs counts, since what disturbs a run only makes it longer. The unusual way has to win
+    clearly.
+    """
+
+    RUNS = 3  # of each way
+    CLEARLY = 0.9
+
+    def __init__(self) -> None:
+        self._seconds: list[list[float]] = [[], []]
+        self.way: Callable[..., torch.Tensor] | None = None
+
+    def __call__(self, states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Either the way that was found to be faster, or the one that was tried less often."""
+        if self.way is not None:
+            return self.way(states, weight, bias)
+        flip = len(self._seconds[1]) < len(self._seconds[0])
+        began = time.perf_counter()
+        product = (_flipped if flip else _as_it_is)(states, weight, bias)
+        self.note(flip, time.perf_counter() - began)
+        return product
+
+    def note(self, flip: bool, seconds: float) -> None:
+        """Takes note of a run; settles the choice after enough of them."""
+        self._seconds[flip].append(seconds)
+        usual, unusual = self._seconds
+        if min(len(usual), len(unusual)) >= self.RUNS:
+            self.way = _flipped if min(unusual) < self.CLEARLY * min(usual) else _as_it_is
+
+
+_CHOICES: dict[tuple, Choice] = {}
+
+
+@contextmanager
+def narrow_linears(num_tokens: int) -> Iterator[None]:
+    """
+    Within it, in this thread, `nn.Linear` chooses. No gradients flow through what it computes.
+
+    Args:
+        num_tokens (`int`): N, of the forward that is to run. One token, or many, are no matter of choice.
+    """
+    if not 1 < num_tokens < MOST_TOKENS or os.environ.get("HF_DSPARK_STOCK_LINEAR", "") not in ("", "0"):
+        yield
+        return
+    install_narrow_linear()
+    token = _ACTIVE.set(True)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        _ACTIVE.reset(token)
+
+
+def linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """
+    `states [..., Din]` times the transposed `weight [Dout, Din]`, plus `bias [Dout]`.
+
+    Meant for few tokens and large plain weights on a CPU; anything else takes the usual way.
+    """
+    if (
+        weight.numel() < SMALLEST_WEIGHT
+        or type(weight) not in (nn.Parameter, torch.Tensor)
+        or weight.device.type != "cpu"
+        or weight.dtype != states.dtype
+    ):
+        return _as_it_is(states, weight, bias)
+    key = (states.numel() // states.shape[-1], weight.shape, weight.dtype, torch.get_num_threads())
+    choice = _CHOICES.get(key)
+    if choice is None:
+        choice = _CHOICES.setdefault(key, Choice())
+    return choice(states, weight, bias)
+
+
+def install_narrow_linear() -> None:
+    """Makes `nn.Linear` ask [`linear`] within [`narrow_linears`]. Idempotent."""
+    original = nn.Linear.forward
+    if hasattr(original, _ORIGINAL):
+        return
+
+    @functools.wraps(original)
+    def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
+        # Not while compiling: a `ContextVar` cannot be traced, and a traced choice would outlive the scope.
+        if torch.compiler.is_compiling() or not _ACTIVE.get():
+            return original(self, input)
+        return linear(input, self.weight, self.bias)
+
+    setattr(forward, _ORIGINAL, original)
+    nn.Linear.forward = forward
+
+
+def uninstall_narrow_linear() -> None:
+    """Undoes [`install_narrow_linear`]."""
+    original = getattr(nn.Linear.forward, _ORIGINAL, None)
+    if original is not None:
+        nn.Linear.forward = original

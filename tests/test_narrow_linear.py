@@ -1,0 +1,136 @@
+"""Narrow products: the same result whichever way is chosen, the faster way kept, nothing changed outside the scope."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from hf_dspark import narrow_linear
+from hf_dspark.narrow_linear import MOST_TOKENS, Choice, install_narrow_linear, narrow_linears, uninstall_narrow_linear
+
+OUT, IN = 320, 256  # large enough to be worth a choice
+
+
+@pytest.fixture(autouse=True)
+def no_choices(monkeypatch):
+    monkeypatch.setattr(narrow_linear, "_CHOICES", {})
+
+
+@pytest.fixture
+def layer():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Linear(IN, OUT).requires_grad_(False)
+
+
+def states(*shape, seed=0):
+    return torch.randn(*shape, IN, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 2), (1, 24), (3, 7), (63,)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_both_ways_compute_the_same(layer, shape, dtype, bias):
+    layer = layer.to(dtype)
+    if not bias:
+        layer.bias = None
+    given = states(*shape).to(dtype)
+    expected = layer(given)
+    with narrow_linears(8):
+        outputs = [layer(given) for _ in range(3 * Choice.RUNS)]
+    (choice,) = narrow_linear._CHOICES.values()
+    assert choice.way is not None
+    outputs += [way(given, layer.weight, layer.bias) for way in (narrow_linear._flipped, narrow_linear._as_it_is)]
+    tolerance = 1e-4 if dtype is torch.float32 else 5e-2
+    for output in outputs:
+        assert output.shape == expected.shape
+        assert output.dtype == dtype
+        assert output.is_contiguous()
+        torch.testing.assert_close(output, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("usual", "unusual", "flips"), [(1.0, 0.5, True), (1.0, 0.95, False), (1.0, 1.0, False), (0.5, 1.0, False)]
+)
+def test_the_unusual_way_has_to_win_clearly(usual, unusual, flips):
+    choice = Choice()
+    for run in range(Choice.RUNS):
+        assert choice.way is None
+        choice.note(False, usual + run)  # what disturbs a run makes it longer; the shortest counts
+        choice.note(True, unusual + run)
+    assert choice.way is (narrow_linear._flipped if flips else narrow_linear._as_it_is)
+
+
+def test_both_ways_are_tried_before_one_is_kept(layer, monkeypatch):
+    tried = []
+    for name in ("_as_it_is", "_flipped"):
+        way = getattr(narrow_linear, name)
+        monkeypatch.setattr(narrow_linear, name, lambda *args, name=name, way=way: tried.append(name) or way(*args))
+    with narrow_linears(8):
+        for _ in range(2 * Choice.RUNS):
+            layer(states(1, 8))
+        assert sorted(tried) == ["_as_it_is"] * Choice.RUNS + ["_flipped"] * Choice.RUNS
+        kept = set()
+        for _ in range(5):
+            layer(states(1, 8))
+            kept.add(tried[-1])
+        assert len(kept) == 1
+
+
+@pytest.mark.parametrize("num_tokens", [1, MOST_TOKENS])
+def test_one_token_and_many_take_the_usual_way(layer, num_tokens):
+    with narrow_linears(num_tokens):
+        assert layer(states(1, num_tokens)).equal(
+            nn.functional.linear(states(1, num_tokens), layer.weight, layer.bias)
+        )
+    assert not narrow_linear._CHOICES
+
+
+def test_small_layers_and_subclasses_of_a_parameter_take_the_usual_way(layer):
+    class Wrapped(nn.Parameter):
+        pass
+
+    layer.weight = Wrapped(layer.weight, requires_grad=False)
+    with narrow_linears(8):
+        layer(states(1, 8))
+        nn.Linear(4, 4)(torch.zeros(1, 8, 4))
+    assert not narrow_linear._CHOICES
+
+
+def test_nothing_happens_outside_the_scope_or_in_another_thread(layer):
+    layer(states(1, 8))
+    with narrow_linears(8):
+        thread = threading.Thread(target=layer, args=(states(1, 8),))
+        thread.start()
+        thread.join()
+    assert not narrow_linear._CHOICES
+    layer.requires_grad_(True)(states(1, 8)).sum().backward()
+    assert layer.weight.grad is not None
+
+
+def test_the_environment_switches_it_off(layer, monkeypatch):
+    monkeypatch.setenv("HF_DSPARK_STOCK_LINEAR", "1")
+    with narrow_linears(8):
+        layer(states(1, 8))
+    assert not narrow_linear._CHOICES
+
+
+def test_installing_twice_is_installing_once_and_can_be_undone():
+    original = getattr(nn.Linear.forward, narrow_linear._ORIGINAL, nn.Linear.forward)
+    install_narrow_linear()
+    wrapper = nn.Linear.forward
+    install_narrow_linear()
+    assert nn.Linear.forward is wrapper is not original
+    uninstall_narrow_linear()
+    assert nn.Linear.forward is original
+    install_narrow_linear()
+
+
+def test_a_compiled_layer_is_left_alone(layer):
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    with narrow_linears(8):
+        torch.testing.assert_close(
+            compiled(states(1, 8)), nn.functional.linear(states(1, 8), layer.weight, layer.bias)
+        )
+    assert not narrow_linear._CHOICES
