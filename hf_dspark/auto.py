@@ -55,7 +55,7 @@ class AutoCall(LookaheadCall):
     CAUTION = 1.1  # confidences err: drafts that promise little more than their time is worth are not verified
     LEAD = 16.0  # tokens ahead of the last row after which a row counts for much less
     MOST_GROUPS = 8  # rows of similar pace are taken together
-    FIRST_PAUSE, LONGEST_PAUSE = 4, 32  # rounds without drafts
+    FIRST_PAUSE, LONGEST_PAUSE = 8, 32  # rounds without drafts
 
     def __init__(self, policy: Scheduler, setting: CallSetting):
         super().__init__(policy, setting)

@@ -8,11 +8,13 @@ caller.
 Source: https://huggingface.co/papers/2607.05147, section 3.2. Shape legend: S prompt width.
 """
 
+import contextlib
 import itertools
 import threading
+import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -147,6 +149,7 @@ class DSparkEngine:
         finally:
             with self._bell.condition:
                 self._preparing -= 1
+                self._bell.condition.notify_all()  # there may be room
                 if settings is not None:
                     self._check_open()
                     request = Request(
@@ -173,13 +176,19 @@ class DSparkEngine:
 
         Raises:
             BaseException: What the first of them failed with; the others are cancelled.
+            TypeError: A mapping was given, which is one prompt, or a padded batch of them.
         """
+        if isinstance(input_ids, Mapping):
+            raise TypeError(
+                f"generate_batch takes a list of prompts, got a mapping with {sorted(input_ids)}. For one prompt give "
+                "[mapping]; for a padded batch a mapping for each row: "
+                '[{"input_ids": ids, "attention_mask": mask} for ids, mask in zip(input_ids, attention_mask)]'
+            )
         check_streamer(generate_kwargs.get("streamer"), len(input_ids))
         requests: list[Request] = []
         try:
             for ids in input_ids:
-                self._wait_for_room()
-                requests.append(self.submit(ids, **generate_kwargs))
+                requests.append(self._submit_when_there_is_room(ids, **generate_kwargs))
             if self._bell.thread is None:
                 self.run()
             return [request.result() for request in requests]
@@ -246,8 +255,10 @@ class DSparkEngine:
             left = [request for request, _ in self._work.waiting]
         for request in left + self._work.admitted:
             request.cancel()
+        deadline = time.monotonic() + Bell.PATIENCE_SECONDS
         self._bell.stop()
-        if self._stepper != threading.get_ident() and self._stepping.acquire(timeout=Bell.PATIENCE_SECONDS):
+        left_seconds = max(0.0, deadline - time.monotonic())
+        if self._stepper != threading.get_ident() and self._stepping.acquire(timeout=left_seconds):
             try:
                 self._work.tidy()
             finally:
@@ -266,14 +277,34 @@ class DSparkEngine:
         if self._bell.closed:
             raise RuntimeError("the engine is closed; make a new one")
 
+    def _give_up(self, error: BaseException) -> None:
+        """What the engine's thread does when a step has raised `error`."""
+        with self._stepping:
+            self._stepper = threading.get_ident()
+            try:
+                self._work.fail(error)
+            finally:
+                self._stepper = 0
+
+    def _submit_when_there_is_room(self, input_ids: Any, **kwargs: Any) -> Request:
+        while True:
+            self._wait_for_room()
+            with contextlib.suppress(EngineFull):  # somebody else was quicker
+                return self.submit(input_ids, **kwargs)
+
     def _wait_for_room(self) -> None:
         """Until a request may wait: by the engine's thread, or by stepping."""
-        while self.num_waiting + self._preparing >= self.max_waiting and not self._bell.closed:
-            if self._bell.thread is None:
-                self.step()
-            else:
-                with self._bell.condition:
-                    self._bell.condition.wait_for(lambda: self.num_waiting < self.max_waiting or self._bell.closed)
+
+        def has_room() -> bool:
+            return self.num_waiting + self._preparing < self.max_waiting or self._bell.closed
+
+        while not has_room():
+            if self._bell.thread is None and self.step():
+                continue
+            with self._bell.condition:  # also for somebody's submission, which nobody else may serve
+                self._bell.condition.wait_for(
+                    lambda: has_room() or (self._bell.thread is None and self.num_waiting > 0)
+                )
 
     def _withdraw(self, request: Request) -> None:
         """Takes a cancelled request out of the queue."""

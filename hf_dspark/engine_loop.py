@@ -7,6 +7,8 @@ its processors, criteria, streamer or callback, or a nan in its logits) ends tha
 Shape legend: R active rows, V vocabulary.
 """
 
+from types import TracebackType
+
 import torch
 from transformers import LogitsProcessorList, PreTrainedModel
 
@@ -44,7 +46,8 @@ class EngineLoop(DecodingLoop):
 
     Attributes:
         lengths (`list[int]`): Verify lengths of the last round.
-        errors (`list[BaseException]`): What rows failed with, for whoever clears up after a round.
+        tracebacks (`list[TracebackType | None]`): Where rows failed, for whoever clears up after a round. Those who
+            read an error add their own calls to its traceback, but not to what is noted here before they see it.
     """
 
     def __init__(self, view: TargetView, plan: CallSchedule, device: torch.device, num_slots: int):
@@ -58,7 +61,7 @@ class EngineLoop(DecodingLoop):
         else:
             self.captured = False
         self.lengths: list[int] = []
-        self.errors: list[BaseException] = []
+        self.tracebacks: list[TracebackType | None] = []
         self._requests: dict[int, Request] = {}
 
     @property
@@ -141,6 +144,6 @@ class EngineLoop(DecodingLoop):
         self._requests.pop(row.index).finish(row.error)
 
     def _fail(self, row: Row, error: BaseException) -> None:
+        self.tracebacks.append(error.__traceback__)
         if row.error is None:
             row.error = error
-            self.errors.append(error)

@@ -1,7 +1,8 @@
 """The thread that serves an engine: it sleeps until the bell rings, and goes when the engine does.
 
 Contract: the thread holds the engine only while it works, so that an engine nobody uses any more is collected, which
-ends its thread; so does the end of the interpreter. Stopping waits for the step in progress, but not for ever.
+ends its thread; so does the end of the interpreter. Stopping waits for the step in progress, but not for ever. A step
+that fails costs those who had a place, never the thread: the others are served.
 """
 
 import threading
@@ -67,6 +68,11 @@ def serve(engine_ref: "ReferenceType[DSparkEngine]", bell: Bell) -> None:
         engine = engine_ref()
         if engine is None:
             return
-        while engine.step():
-            pass
+        try:
+            while engine.step():
+                pass
+        except BaseException as error:
+            logger.warning(f"A step of the engine failed, and with it the requests that had a place: {error!r}")
+            engine._give_up(error)
+            bell.ring()
         del engine

@@ -7,11 +7,12 @@ next ones get fresh caches. Who steps, and what a request is, is decided elsewhe
 Source: https://huggingface.co/papers/2607.05147, section 3.2.
 """
 
+import contextlib
 import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable
-from types import FrameType
+from types import FrameType, TracebackType
 
 import torch
 from transformers.utils import logging
@@ -103,30 +104,47 @@ class EngineWork:
     def turn(self, on_step: Callable[[EngineStep], None] | None) -> bool:
         """One step; whether there is anything left to do."""
         if not self.bell.closed:
-            self._drop_ended()
-            began = time.perf_counter()
-            num_tokens = self._read_prompts()
-            self._play_round(num_tokens, time.perf_counter() - began, on_step)
+            try:
+                self._drop_ended()
+                began = time.perf_counter()
+                num_tokens = self._read_prompts()
+                self._play_round(num_tokens, time.perf_counter() - began, on_step)
+            finally:
+                if self._loop is not None:
+                    release_frames(self._loop.tracebacks)
         return self.tidy()
 
     def tidy(self) -> bool:
         """Drops what nobody needs any more; whether there is anything left to do."""
         if self.bell.closed:
+            for request in self.admitted:  # also those that were on their way when the engine was closed
+                request.cancel()
             self._drop_ended()
-        loop = self._loop
-        if loop is not None:
-            for error in loop.errors:
-                release_frames(error)
-            loop.errors.clear()
         if self.num_admitted == 0 and not self.waiting:
             self._loop = None  # an idle engine holds no cache
             return False
         return not self.bell.closed
 
+    def fail(self, error: BaseException) -> None:
+        """
+        A step has failed, and nobody knows where it left things: ends whoever has a place, with the error. If nobody
+        has one, and the error is not a callback's interruption, the next that waits, so that the queue gets shorter.
+        """
+        requests, self._admission, self._loop = self.admitted, None, None
+        with self.bell.condition:
+            if not requests and self.waiting and isinstance(error, Exception):
+                requests.append(self.waiting.popleft()[0])
+                self.bell.condition.notify_all()
+        if isinstance(error, Exception):  # others, those have seen who are concerned
+            release_frames([error.__traceback__])
+        for request in requests:
+            with contextlib.suppress(BaseException):  # of its streamer
+                request.finish(error)
+
     def _drop_ended(self) -> None:
         if self._admission is not None and self._admission.request.done:
-            self._admission.request.close_stream()
-            self._admission = None
+            request, self._admission = self._admission.request, None
+            request.finish()
         if self._loop is not None:
             self._loop.drop_ended()
 
@@ -147,8 +165,8 @@ class EngineWork:
                     loop.admit(admission)
             except BaseException as error:
                 self._admission = None
+                loop.tracebacks.append(error.__traceback__)  # before anybody sees the error
                 admission.request.finish(error)
-                loop.errors.append(error)
                 if not isinstance(error, Exception):
                     raise
             if running:
@@ -182,6 +200,7 @@ class EngineWork:
             except BaseException as error:
                 self._give_up(loop, error)
                 if not isinstance(error, Exception):
+                    del loop  # it would live as long as the error
                     raise
                 return
         verified = sum(loop.lengths) if num_running else 0
@@ -207,25 +226,30 @@ class EngineWork:
         """A round has failed: nobody knows what the caches hold."""
         self._loop, self._step = None, self._step + 1
         requests = loop.requests
+        release_frames([error.__traceback__, *loop.tracebacks])
         for request in requests:
             request.finish(error)
-        for each in [error, *loop.errors]:
-            release_frames(each)
         logger.warning(f"A round failed, and with it the {len(requests)} requests that were in it: {error!r}")
 
 
-def release_frames(error: BaseException) -> None:
+def release_frames(tracebacks: list[TracebackType | None]) -> None:
     """
-    Drops the variables of the calls that an error came through, and of their callers, as far as they have ended: they
+    Drops the variables of the calls that errors came through, and of their callers, as far as they have ended: they
     hold the tensors of a whole round for as long as somebody keeps the error. Its traceback stays readable.
+
+    Args:
+        tracebacks (`list[TracebackType | None]`): As they were before anybody else could raise the errors again, and
+            so put calls of their own, a suspended generator's perhaps, in front. Emptied.
     """
-    step = error.__traceback__
-    while step is not None:
-        frame: FrameType | None = step.tb_frame
-        while frame is not None:
-            try:
-                frame.clear()
-            except RuntimeError:  # still at work, and so are its callers
-                break
-            frame = frame.f_back
-        step = step.tb_next
+    for traceback in tracebacks:
+        step = traceback
+        while step is not None:
+            frame: FrameType | None = step.tb_frame
+            while frame is not None:
+                try:
+                    frame.clear()
+                except RuntimeError:  # still at work, and so are its callers
+                    break
+                frame = frame.f_back
+            step = step.tb_next
+    tracebacks.clear()

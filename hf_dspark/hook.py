@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicCache
 
 from .candidate_generator import DSparkCandidateGenerator
 from .generation import decode
-from .narrow_linear import install_narrow_linear, uninstall_narrow_linear
+from .narrow_linear import uninstall_narrow_linear
 from .packed import install_packed_attention, uninstall_packed_attention
 from .streaming import check_streamer, failures_reach_the_reader
 
@@ -111,7 +111,6 @@ def install() -> None:
             wrapper._dspark_original = original
             setattr(GenerationMixin, name, wrapper)
     install_packed_attention()
-    install_narrow_linear()
 
 
 def uninstall() -> None:

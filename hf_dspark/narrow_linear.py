@@ -4,10 +4,11 @@ A verification multiplies every weight with a handful of tokens. For such narrow
 differ by a factor of two and more, and which of them wins depends on the machine, the number of tokens and the shape
 (float32 on a processor with AVX-512: alike up to 3 tokens, the second twice as fast from 8 to 48, alike above). So
 within `narrow_linears` each shape is computed both ways on its first calls, which are real work, and the faster way is
-kept as long as the process lives.
+kept as long as the process lives, for this and similar numbers of tokens.
 
 Contract: results differ in rounding only, no weight is copied, and nothing changes outside of the scope or in other
-threads. HF_DSPARK_STOCK_LINEAR=1 switches it off.
+threads. As the clock chooses, runs repeat up to rounding only; HF_DSPARK_STOCK_LINEAR=1 switches it off, for runs that
+repeat to the bit.
 
 Shape legend: N tokens, Din and Dout sizes of a layer.
 """
@@ -15,12 +16,14 @@ Shape legend: N tokens, Din and Dout sizes of a layer.
 import functools
 import os
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
 from torch import nn
+from torch.nn import functional as F  # TorchScript looks for it here, when it compiles the wrapped forward
 
 MOST_TOKENS = 64  # from here on both ways are alike
 SMALLEST_WEIGHT = 1 << 16  # smaller layers are done before the choice is made
@@ -30,7 +33,7 @@ _ACTIVE: ContextVar[bool] = ContextVar("hf_dspark_narrow_linears", default=False
 
 
 def _as_it_is(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return nn.functional.linear(states, weight, bias)
+    return F.linear(states, weight, bias)
 
 
 def _flipped(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -73,7 +76,8 @@ class Choice:
             self.way = _flipped if min(unusual) < self.CLEARLY * min(usual) else _as_it_is
 
 
-_CHOICES: dict[tuple, Choice] = {}
+_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, MOST_TOKENS)  # numbers of tokens up to the next share their choices
+_CHOICES: dict[int, dict[tuple, Choice]] = {}  # by size, then by layer
 
 
 @contextmanager
@@ -85,6 +89,10 @@ def narrow_linears(num_tokens: int) -> Iterator[None]:
         num_tokens (`int`): N, of the forward that is to run. One token, or many, are no matter of choice.
     """
     if not 1 < num_tokens < MOST_TOKENS or os.environ.get("HF_DSPARK_STOCK_LINEAR", "") not in ("", "0"):
+        yield
+        return
+    choices = _CHOICES.get(_size(num_tokens))
+    if choices and all(choice.way is _as_it_is for choice in choices.values()):  # nothing to gain
         yield
         return
     install_narrow_linear()
@@ -109,11 +117,16 @@ def linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         or weight.dtype != states.dtype
     ):
         return _as_it_is(states, weight, bias)
-    key = (states.numel() // states.shape[-1], weight.shape, weight.dtype, torch.get_num_threads())
-    choice = _CHOICES.get(key)
+    choices = _CHOICES.setdefault(_size(states.numel() // states.shape[-1]), {})
+    key = (weight.shape, weight.dtype, torch.get_num_threads())
+    choice = choices.get(key)
     if choice is None:
-        choice = _CHOICES.setdefault(key, Choice())
+        choice = choices.setdefault(key, Choice())
     return choice(states, weight, bias)
+
+
+def _size(num_tokens: int) -> int:
+    return bisect_left(_SIZES, num_tokens)
 
 
 def install_narrow_linear() -> None:

@@ -100,10 +100,15 @@ def prefill(
 
 
 def is_mostly_padding(input_ids: torch.LongTensor, model_kwargs: dict[str, Any]) -> bool:
-    """Whether a fresh batch `[R, S]` of token ids has so much padding that its rows are better read one by one."""
+    """
+    Whether a fresh batch `[R, S]` of token ids has so much padding that its rows are better read one by one. On
+    devices other than CPUs one large forward is quicker than many small ones in any case.
+    """
     mask = model_kwargs.get("attention_mask")
     fresh = model_kwargs["cache"].get_seq_length() == 0 and model_kwargs.get("inputs_embeds") is None
-    if not fresh or mask is None or mask.shape != input_ids.shape:
+    if not fresh or input_ids.device.type != "cpu" or mask is None or mask.shape != input_ids.shape:
+        return False
+    if not mask[:, -1].all():  # a row without tokens, or padded on the right: as plain `generate` has it
         return False
     return int(mask.bool().sum()) < (1 - MOST_PADDING) * mask.numel()
 

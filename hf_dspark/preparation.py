@@ -6,7 +6,8 @@ the parameters alone, so the result is that of a run that was never stopped; wit
 up.
 
 That holds to the bit for greedy text in float32 and for text that is sampled without a drafter or with a fixed
-schedule. A drafter whose scheduler watches the clock leaves sampled text's distribution as it is, not its every token.
+schedule (with a drafter on a CPU up to rounding, see `narrow_linear.py`). A drafter whose scheduler watches the clock
+leaves sampled text's distribution as it is, not its every token.
 
 A line: `messages` (the conversation up to the answer), `prompt` (the text of its only message, else null),
 `prompt_ids` (as the target was given them), `completion_ids` (with the end token if there was one), `temperature`,

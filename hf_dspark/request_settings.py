@@ -36,6 +36,7 @@ _NOT_HERE = {
     "synced_gpus": "the number of forwards differs between devices; call model.generate",
     "negative_prompt_ids": "classifier-free guidance runs a cache of its own; call model.generate",
 }
+_BESIDE_IDS = ("attention_mask", "position_ids", "token_type_ids")
 _SEED_BITS = 62
 
 
@@ -73,7 +74,8 @@ def prepare_request(
 
     Args:
         target ([`~transformers.PreTrainedModel`]): The target.
-        input_ids (`torch.LongTensor` of shape `[S]` or `[1, S]`, or a mapping with `input_ids`): The prompt.
+        input_ids (`torch.LongTensor` of shape `[S]` or `[1, S]`, or a mapping with `input_ids`): The prompt. Lists do
+            as well, such as a tokenizer returns.
         generate_kwargs (`dict`): The arguments of `generate`.
         device (`torch.device`): Where the engine keeps ids.
         generator (`torch.Generator`, *optional*): The request's own randomness: one number is drawn from it, the seed
@@ -89,6 +91,7 @@ def prepare_request(
             raise ValueError(f"an engine cannot serve `{name}`: {advice}")
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(f"generator must be a torch.Generator or None, got {generator!r}")
+    _align(kwargs, prompt, device)
     _lift_stop_strings(target, kwargs)
     kwargs.pop("tokenizer", None)  # a callable is not handed one; stop strings are what it is for
     found = type(target).generate(target, prompt.to(device), custom_generate=_capture, **kwargs)
@@ -160,6 +163,26 @@ def _prompt(
     if rows is not None and not 0 <= int(ids.min()) <= int(ids.max()) < rows:
         raise ValueError(f"input_ids must be within 0..{rows - 1} (the target's embeddings), got {ids.tolist()}")
     return ids, kwargs
+
+
+def _align(kwargs: dict[str, Any], prompt: torch.Tensor, device: torch.device) -> None:
+    """Makes what goes with a prompt `[1, S]` a tensor of its form: it may come as `[S]`, and as lists."""
+    for name in _BESIDE_IDS:
+        if kwargs.get(name) is not None:
+            value = torch.as_tensor(kwargs[name], device=device)
+            kwargs[name] = value[None] if value.ndim == 1 else value
+    mask = kwargs.get("attention_mask")
+    if mask is None or mask.ndim != 2:
+        return
+    if mask.shape != prompt.shape:
+        raise ValueError(
+            f"attention_mask must have the form of input_ids, {list(prompt.shape)}, got {list(mask.shape)}"
+        )
+    if not mask.any():
+        raise ValueError(
+            "attention_mask is zero everywhere, which leaves nothing of the prompt; it must be 1 for one token at "
+            "least (give the bos token for an empty prompt)"
+        )
 
 
 def _lift_stop_strings(target: PreTrainedModel, kwargs: dict[str, Any]) -> None:

@@ -136,7 +136,8 @@ class Request:
 
     def cancel(self) -> bool:
         """
-        Ends the request now; its place in the batch is free from the next round on.
+        Ends the request now; its place in the batch is free from the next round on. An error of its streamer's end is
+        nobody's concern any more.
 
         Returns:
             `bool`: Whether it was still alive.
@@ -145,7 +146,8 @@ class Request:
         if alive:
             self._withdraw(self)
             if self.started_at is None:  # the engine never meets it, or else it will
-                self.close_stream()
+                with contextlib.suppress(Exception):
+                    self.close_stream()
         return alive
 
     # ------------------------------------------------------------------------------------------- for the engine
@@ -189,14 +191,18 @@ class Request:
             return True
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Ends the request as finished, or failed, and its stream with it."""
+        """Ends the request as finished, or failed, and its stream with it; passes on only what is no `Exception`."""
         if error is None:
             try:
                 self.close_stream()
-            except Exception as raised:
+            except BaseException as raised:
                 error = raised
+                if not isinstance(raised, Exception):
+                    self.end(FAILED, raised)
+                    raise
         self.end(FINISHED if error is None else FAILED, error)
-        self.close_stream()
+        with contextlib.suppress(Exception):  # of a request that was cancelled before
+            self.close_stream()
 
     def close_stream(self) -> None:
         """Lets the reader of the request's streamer come to an end, with its error if it failed."""

@@ -2,7 +2,8 @@
 
 Contract: `load_pair` returns a pair that fits together and is ready to decode, or raises [`PairError`] whose message a
 visitor understands; it says what it is doing while it does. What fits no memory is refused before it is downloaded.
-Folders of this machine are taken only where it is the visitor's own: not on a Space. No code of a repository is run.
+Folders of this machine are taken only where it is the visitor's own: not on a Space. No code of a repository is run,
+and weights are read from safetensors alone: others are neither counted nor safe.
 """
 
 import os
@@ -21,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from hf_dspark.cli.mistakes import one_line
 from hf_dspark.cli.models import load_drafter
 from hf_dspark.demo import DemoAssetsError, load_demo_pair
-from hf_dspark.formats.checkpoint import read_config
+from hf_dspark.formats.checkpoint import looks_local, read_config
 from hf_dspark.modeling_drafter import Drafter
 from hf_dspark.target import TargetView
 
@@ -30,7 +31,7 @@ Key = tuple[str, str]
 
 EMBEDDED: Key = ("", "")
 SPARE_MEMORY = 1.2  # loading takes more than the weights
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.ASCII)
 
 
 class PairError(RuntimeError):
@@ -89,12 +90,17 @@ def load_pair(key: Key, say: Callable[[str], None] = lambda words: None) -> Pair
             raise PairError(str(error)) from error
         return Pair(key, target.to(_device()), tokenizer, drafter.to(_device()))
     target_id, drafter_id = key
+    _check_name("target", target_id)
+    _check_name("drafter", drafter_id)
     offline = False
     say("looking at the two repositories …")
     num_bytes = 0
     for role, source in (("target", target_id), ("drafter", drafter_id)):
-        _check_name(role, source)
         size = _num_bytes(role, source)
+        if size == 0:
+            raise PairError(
+                f"The {role} {source} has no *.safetensors, and weights are read from those alone. Choose another one."
+            )
         offline, num_bytes = offline or size is None, num_bytes + (size or 0)
     _check_memory(num_bytes)
     hub = {"local_files_only": True} if offline else {}
@@ -102,7 +108,8 @@ def load_pair(key: Key, say: Callable[[str], None] = lambda words: None) -> Pair
         if offline:
             read_config(target_id, **hub)  # says at once what is not there, without trying the Hub again and again
         say(f"loading the target {target_id} …")
-        target = AutoModelForCausalLM.from_pretrained(target_id, dtype="auto", **hub).eval().to(_device())
+        options = {"dtype": "auto", "use_safetensors": True, **hub}
+        target = AutoModelForCausalLM.from_pretrained(target_id, **options).eval().to(_device())
         tokenizer = AutoTokenizer.from_pretrained(target_id, padding_side="left", **hub)
     except Exception as error:  # whatever a stranger's repository may bring about
         raise PairError(_why("target", target_id, error, offline)) from error
@@ -125,9 +132,11 @@ def _device() -> str:
 def _check_name(role: str, source: str) -> None:
     if not source:
         raise PairError(f"Name a {role}: both boxes are needed, or none of them for the embedded pair.")
-    if _HUB_ID.fullmatch(source) or ("SPACE_ID" not in os.environ and (Path(source) / "config.json").is_file()):
+    if _HUB_ID.fullmatch(source) and not looks_local(source):  # loading would prefer a folder of that name
         return
-    raise PairError(f"{source!r} is no Hub id of a {role}: it looks like owner/name.")
+    if "SPACE_ID" not in os.environ and (Path(source) / "config.json").is_file():
+        return
+    raise PairError(f"{source!r} is no Hub id of a {role}: it looks like owner/name and is no folder here.")
 
 
 def _num_bytes(role: str, source: str) -> int | None:

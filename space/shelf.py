@@ -1,9 +1,9 @@
 """Pairs of models and the engines that serve them, shared by all visitors.
 
 Contract: one [`~hf_dspark.DSparkEngine`] for each pair and scheduler, started when first asked for and warmed up, so
-that nobody's run is measured together with what happens once. A service in use is never closed; of those that are not,
-the ones used last are kept. After a fork (ZeroGPU decodes in a process of its own) engines are made anew there, since
-threads do not come along.
+that nobody's run is measured together with what happens once. A service in use is never closed, nor is a pair dropped
+whose service is being made; of the others, the ones used last are kept. After a fork (ZeroGPU decodes in a process of
+its own) engines are made anew there, since threads do not come along.
 """
 
 import contextlib
@@ -66,6 +66,7 @@ class Shelf:
         self._making = threading.Lock()  # one thing is loaded or warmed up at a time
         self._services: dict[tuple[Key, str], Service] = {}
         self._pairs: dict[Key, Pair] = getattr(self, "_pairs", {})
+        self._starting: list[Key] = []  # for each visitor who waits for a service
 
     def ready(self, key: Key, word: str) -> bool:
         """Whether a service is there already."""
@@ -79,14 +80,16 @@ class Shelf:
             PairError: It cannot be loaded; what was there before is still there.
         """
         self._own()
-        if key not in self._pairs:
+        pair = self._known_pair(key)
+        if pair is None:
             with self._making:
-                if key not in self._pairs:
+                pair = self._known_pair(key)
+                if pair is None:
                     pair = self._load(key, say)
                     with self._lock:
                         self._pairs[key] = pair
                         self._drop_pairs(besides=key)
-        return self._pairs[key]
+        return pair
 
     @contextlib.contextmanager
     def using(self, key: Key, word: str, say: Say = lambda words: None) -> Iterator[Service]:
@@ -102,17 +105,14 @@ class Shelf:
             PairError: The pair cannot be loaded or served.
             ValueError: There is no such scheduler.
         """
-        pair = self.pair(key, say)
-        service = self._known(key, word)
-        if service is None:  # those whose service is there do not wait for others' models
-            with self._making:
-                service = self._known(key, word)
-                if service is None:
-                    service = self._start(pair, word, say)
-                    with self._lock:
-                        service.users += 1
-                        self._services[key, word] = service
-                        self._close_unused(MOST_SERVICES)
+        self._own()
+        with self._lock:
+            self._starting.append(key)
+        try:
+            service = self._obtain(key, word, say)
+        finally:
+            with self._lock:
+                self._starting.remove(key)
         try:
             yield service
         finally:
@@ -131,6 +131,25 @@ class Shelf:
             services, self._services = list(self._services.values()), {}
         for service in services:
             service.engine.close()
+
+    def _obtain(self, key: Key, word: str, say: Say) -> Service:
+        """The service, made now if it is not there, with one user more."""
+        pair = self.pair(key, say)
+        service = self._known(key, word)
+        if service is None:  # those whose service is there do not wait for others' models
+            with self._making:
+                service = self._known(key, word)
+                if service is None:
+                    service = self._start(pair, word, say)
+                    with self._lock:
+                        service.users += 1
+                        self._services[key, word] = service
+                        self._close_unused(MOST_SERVICES)
+        return service
+
+    def _known_pair(self, key: Key) -> Pair | None:
+        with self._lock:
+            return self._pairs.get(key)
 
     def _known(self, key: Key, word: str) -> Service | None:
         """The service if it is there, with one user more."""
@@ -173,7 +192,7 @@ class Shelf:
 
     def _drop_pairs(self, *, besides: Key) -> None:
         busy = {key for (key, _), service in self._services.items() if service.users}
-        spare = [key for key in self._pairs if key not in busy | {besides, EMBEDDED}]
+        spare = [key for key in self._pairs if key not in busy | {besides, EMBEDDED, *self._starting}]
         for key in spare[: max(len(self._pairs) - MOST_PAIRS, 0)]:
             for place in [place for place in self._services if place[0] == key]:
                 self._services.pop(place).engine.close()

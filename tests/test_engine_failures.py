@@ -66,8 +66,10 @@ def breakages():
     }
 
 
-@pytest.mark.parametrize("name", breakages())
-@pytest.mark.parametrize("alone", [False, True], ids=["among others", "alone"])
+ALONE = ["processor while sampling", "processor while sampling with a seed", "callback"]
+
+
+@pytest.mark.parametrize(("name", "alone"), [(n, False) for n in breakages()] + [(n, True) for n in ALONE])
 def test_an_error_of_one_request_ends_it_and_no_other(name, alone):
     target, (prompt, *others) = tiny_target("llama"), prompts((5, 9, 4))
     expected = [plain(target, other) for other in others]
@@ -190,7 +192,67 @@ def test_the_reader_of_a_stream_is_told_what_failed():
         list(streamer)
 
 
+def test_a_reader_that_waits_on_after_an_error_keeps_its_variables():
+    target, (prompt,) = tiny_target("llama"), prompts((5,))
+    serving = DSparkEngine(target, tiny_drafter(target), scheduler=FixedLength())
+    broken = serving.submit(prompt, logits_processor=[Breaking(4)], **GREEDY)
+
+    def story():
+        try:
+            yield from broken
+        except Mishap as error:
+            yield f"error: {error}"
+            yield "goodbye"
+
+    reader, told, end = story(), [], broken.end
+
+    def read_at_once(*args):
+        ended = end(*args)
+        told.append(next(item for item in reader if isinstance(item, str)))  # before the step is over
+        return ended
+
+    broken.end = read_at_once
+    serving.run()
+    assert told == ["error: call 4"] and next(reader) == "goodbye"
+
+
 # ------------------------------------------------------------------------------------------------------------- cancel
+
+
+@pytest.mark.parametrize("when", ["while waiting", "while its prompt is read", "while running", "in its last round"])
+def test_a_streamer_that_fails_at_the_end_of_a_cancelled_request_hurts_nobody(when):
+    target, (long, other) = tiny_target("llama"), prompts((30, 9))
+    serving = DSparkEngine(target, tiny_drafter(target), scheduler=FixedLength(2), max_batch_size=2, prefill_chunk=4)
+    running, streamer = serving.submit(other, **GREEDY), BreakingStreamer(99, at_end=True)
+    serving.step()
+    prompt = long if when == "while its prompt is read" else other
+    cancelled = serving.submit(prompt, streamer=streamer, **GREEDY)
+    if when == "in its last round":
+
+        def put(value):
+            if len(cancelled.rounds) == 1:
+                cancelled.cancel()
+                raise Mishap("put")
+
+        streamer.put = put
+    elif when != "while waiting":
+        while cancelled.state != {"while its prompt is read": "prefilling", "while running": "running"}[when]:
+            serving.step()
+    if when != "in its last round":
+        assert cancelled.cancel() is True
+    serving.run()
+    assert cancelled.state == "cancelled"
+    assert torch.equal(running.result(), plain(target, other))
+    serving.close()
+
+
+def test_closing_cancels_all_though_a_streamer_fails():
+    target, (prompt,) = tiny_target("llama"), prompts((9,))
+    serving = DSparkEngine(target, tiny_drafter(target), scheduler=FixedLength(), max_batch_size=1)
+    streamers = (None, BreakingStreamer(99, at_end=True), None)
+    requests = [serving.submit(prompt, streamer=streamer, **GREEDY) for streamer in streamers]
+    serving.close()
+    assert [request.state for request in requests] == ["cancelled"] * 3
 
 
 def test_cancelling_works_in_every_state_and_hurts_nobody():

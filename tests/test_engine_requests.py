@@ -5,13 +5,13 @@ import threading
 
 import pytest
 import torch
-from transformers import DynamicCache, GenerationConfig
+from transformers import BatchEncoding, DynamicCache, GenerationConfig
 
 from hf_dspark import ConfidenceThreshold, DSparkEngine, FixedLength
 from tests.drafters import tiny_drafter
 from tests.engines import plain, prompts
-from tests.tiny import tiny_target
-from tests.tokens import byte_tokenizer
+from tests.tiny import PAD_ID, tiny_target
+from tests.tokens import TEXT, byte_tokenizer
 
 IDS = torch.tensor([5, 6, 7])
 
@@ -59,8 +59,14 @@ def test_what_cannot_be_served_is_refused_at_once(serving, options, message):
         (torch.tensor([-1]), ValueError, "within 0..63"),
         (torch.zeros(3), TypeError, "must be integers"),
         ({"attention_mask": torch.ones(1, 3)}, ValueError, "must have `input_ids`"),
+        ({"input_ids": IDS, "attention_mask": torch.zeros(1, 3)}, ValueError, "zero everywhere.*bos token"),
+        (
+            {"input_ids": IDS, "attention_mask": torch.ones(1, 4)},
+            ValueError,
+            r"form of input_ids, \[1, 3\], got \[1, 4\]",
+        ),
     ],
-    ids=["batch", "empty", "too large", "negative", "floats", "mapping"],
+    ids=["batch", "empty", "too large", "negative", "floats", "mapping", "nothing left", "another form"],
 )
 def test_prompts_that_are_none_are_refused(serving, ids, error, message):
     with pytest.raises(error, match=message):
@@ -78,6 +84,35 @@ def test_arguments_of_the_wrong_type_are_refused(serving):
 def test_a_prompt_may_come_in_several_forms(serving, form):
     (result,) = serving.generate_batch([form], do_sample=False, max_new_tokens=6)
     assert torch.equal(result, plain(serving.target, IDS, max_new_tokens=6))
+
+
+@pytest.mark.parametrize(
+    "mask", [[0, 0, 1, 1, 1], [[0, 0, 1, 1, 1]], torch.tensor([0, 0, 1, 1, 1]), torch.tensor([[0, 0, 1, 1, 1]])]
+)
+def test_a_mask_may_come_in_several_forms_and_counts_in_each(serving, mask):
+    padded = [PAD_ID, PAD_ID, *IDS.tolist()]
+    expected = plain(serving.target, IDS, max_new_tokens=6)
+    options = {"do_sample": False, "max_new_tokens": 6}
+    for ids in (padded, torch.tensor(padded)):
+        (result,) = serving.generate_batch([BatchEncoding({"input_ids": ids, "attention_mask": mask})], **options)
+        request = serving.submit(ids, attention_mask=mask, **options)
+        serving.run()
+        assert torch.equal(result, request.result()) and torch.equal(result[:, 2:], expected)
+
+
+def test_what_a_tokenizer_returns_is_a_prompt(serving):
+    encoded = byte_tokenizer()(TEXT[:6])
+    assert isinstance(encoded["input_ids"], list) and isinstance(encoded["attention_mask"], list)
+    encoded.pop("token_type_ids", None)
+    request = serving.submit(encoded, do_sample=False, max_new_tokens=6)
+    serving.run()
+    expected = plain(serving.target, torch.tensor(encoded["input_ids"]), max_new_tokens=6)
+    assert torch.equal(request.result(), expected)
+
+
+def test_a_mapping_is_no_list_of_prompts(serving):
+    with pytest.raises(TypeError, match=r"a mapping with \['input_ids'\].*for a padded batch a mapping for each row"):
+        serving.generate_batch({"input_ids": IDS[None]}, max_new_tokens=4)
 
 
 def test_a_generation_config_counts_and_stays_as_it_is(serving):

@@ -39,7 +39,7 @@ def test_both_ways_compute_the_same(layer, shape, dtype, bias):
     expected = layer(given)
     with narrow_linears(8):
         outputs = [layer(given) for _ in range(3 * Choice.RUNS)]
-    (choice,) = narrow_linear._CHOICES.values()
+    ((choice,),) = [choices.values() for choices in narrow_linear._CHOICES.values()]
     assert choice.way is not None
     outputs += [way(given, layer.weight, layer.bias) for way in (narrow_linear._flipped, narrow_linear._as_it_is)]
     tolerance = 1e-4 if dtype is torch.float32 else 5e-2
@@ -76,6 +76,25 @@ def test_both_ways_are_tried_before_one_is_kept(layer, monkeypatch):
             layer(states(1, 8))
             kept.add(tried[-1])
         assert len(kept) == 1
+
+
+@pytest.mark.parametrize("flips", [True, False])
+def test_where_there_is_nothing_to_gain_nobody_is_asked_any_more(layer, flips, monkeypatch):
+    with narrow_linears(8):
+        layer(states(1, 8))
+    ((choice,),) = [choices.values() for choices in narrow_linear._CHOICES.values()]
+    choice.way = narrow_linear._flipped if flips else narrow_linear._as_it_is
+    asked, linear = [], narrow_linear.linear
+    monkeypatch.setattr(narrow_linear, "linear", lambda *args: asked.append(args) or linear(*args))
+    with narrow_linears(8):
+        layer(states(1, 8))
+    assert bool(asked) is flips
+    with narrow_linears(7):  # similar
+        layer(states(1, 7))
+    assert len(asked) == 2 * flips
+    with narrow_linears(9):  # not known yet
+        layer(states(1, 9))
+    assert len(asked) == 2 * flips + 1
 
 
 @pytest.mark.parametrize("num_tokens", [1, MOST_TOKENS])
@@ -134,3 +153,20 @@ def test_a_compiled_layer_is_left_alone(layer):
             compiled(states(1, 8)), nn.functional.linear(states(1, 8), layer.weight, layer.bias)
         )
     assert not narrow_linear._CHOICES
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_torchscript_still_compiles_linear_layers():
+    install_narrow_linear()
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    assert scripted(torch.zeros(1, 2, 4)).shape == (1, 2, 4)
+
+
+def test_autocast_has_its_way(layer):
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = layer(states(1, 8))
+        with narrow_linears(8):
+            outputs = [layer(states(1, 8)) for _ in range(2 * Choice.RUNS)]
+    for output in outputs:
+        assert output.dtype is expected.dtype is torch.bfloat16
+        torch.testing.assert_close(output, expected, rtol=5e-2, atol=5e-2)

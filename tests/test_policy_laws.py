@@ -118,6 +118,7 @@ def test_a_policy_that_looks_at_what_it_decides_about_changes_the_law(name, setu
 def costs_that_do_not_learn(monkeypatch):
     """Predictions follow the clock; an enumeration needs every branch to run the same way twice."""
     monkeypatch.setattr(round_cost, "SPEED_SHARE", 0.0)
+    monkeypatch.setattr(round_cost, "KIND_SHARE", 0.0)
     monkeypatch.setattr(round_cost, "SIZE_SHARE", 0.0)
 
 

@@ -31,7 +31,7 @@ def outcome(target, lengths, **kwargs):
 
 
 @pytest.mark.parametrize("chunk", [4, 512])
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "gpt2"])
+@pytest.mark.parametrize("family", list(FAMILIES))
 def test_rows_read_one_by_one_give_what_the_whole_batch_gives(family, chunk, read_by_row, monkeypatch):
     target = tiny_target(family)
     monkeypatch.setattr(prefill, "CHUNK", chunk)
@@ -85,7 +85,24 @@ def test_what_counts_as_padding():
     mask[1, :4] = 0  # a quarter
     cache = DynamicCache()
     assert not is_mostly_padding(ids, {"cache": cache, "attention_mask": mask})
+    on_meta = {"cache": cache, "attention_mask": mask.to("meta")}
+    assert not is_mostly_padding(ids.to("meta"), on_meta)
     mask[1, 4] = 0
     assert is_mostly_padding(ids, {"cache": cache, "attention_mask": mask})
     assert not is_mostly_padding(ids, {"cache": cache, "attention_mask": None})
     assert not is_mostly_padding(ids, {"cache": cache, "attention_mask": mask, "inputs_embeds": torch.zeros(2, 8, 4)})
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [[[1] * 12, [0] * 12], [[0] * 12, [1] * 12], [[1] * 12, [1] * 3 + [0] * 9]],
+    ids=["a last row without tokens", "a first row without tokens", "padded on the right"],
+)
+def test_rows_that_do_not_end_with_a_token_are_read_as_plain_generate_reads_them(mask, read_by_row):
+    target = tiny_target("llama")
+    ids = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(0))
+    inputs = {"input_ids": ids, "attention_mask": torch.tensor(mask)}
+    drafter = tiny_drafter(target).with_options(scheduler=FixedLength())
+    first = generate(target, inputs, drafter, max_new_tokens=1)
+    assert not read_by_row
+    assert first.equal(target.generate(**inputs, do_sample=False, max_new_tokens=1, pad_token_id=PAD_ID))

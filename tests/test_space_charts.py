@@ -1,7 +1,9 @@
 """The Space's charts and sentences: they say what was measured, in marks at the right places and in plain words."""
 
+import html
 import re
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -51,6 +53,12 @@ def test_a_chart_is_a_described_picture_that_loads_nothing(figure):
     assert "<figcaption>" in figure and "http" not in figure and "<script" not in figure
     for mark in svg.iter("text"):
         assert -1 <= float(mark.get("x")) <= charts.WIDTH + 1 and 0 <= float(mark.get("y")) <= charts.HEIGHT
+
+
+def test_the_docs_call_the_charts_by_their_titles():
+    titles = [html.unescape(re.search("<h4>(.*)</h4>", figure).group(1)) for figure in ALL_CHARTS]
+    section = (Path(__file__).parents[1] / "docs" / "space.md").read_text().split("## The charts")[1].split("##")[0]
+    assert re.findall(r"^- \*\*(.*?)\*\*", section, re.MULTILINE) == titles
 
 
 @pytest.mark.parametrize("figure", EMPTY_CHARTS)

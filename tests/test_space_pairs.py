@@ -1,5 +1,8 @@
 """Which models the Space loads, and what it says of those it does not."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 from huggingface_hub.errors import RepositoryNotFoundError
@@ -74,6 +77,18 @@ def test_a_target_in_the_place_of_a_drafter_is_refused(folders, at_home):
         load_pair((str(folders / "target"), str(folders / "target")))
 
 
+@pytest.mark.parametrize("name", ["{}/target", "../target", "./target"])
+def test_on_a_space_a_name_like_a_hub_id_reads_no_folder_either(folders, name, hub, monkeypatch):
+    """`from_pretrained` prefers a folder to the Hub's repository of that name."""
+    hub.error = AssertionError("the Hub was asked")
+    monkeypatch.chdir({"{}/target": folders.parent, "../target": folders / "other"}.get(name, folders))
+    name = name.format(folders.name)
+    assert Path(name).is_dir()
+    monkeypatch.setenv("SPACE_ID", "someone/space")
+    with pytest.raises(PairError, match="is no Hub id of a target: it looks like owner/name"):
+        load_pair((name, name))
+
+
 @pytest.mark.parametrize("key", [("owner/name", ""), ("", "owner/name")])
 def test_one_name_is_not_enough(key, hub):
     with pytest.raises(PairError, match="both boxes are needed"):
@@ -105,6 +120,21 @@ def test_what_fits_no_memory_is_refused_before_it_is_downloaded(hub, monkeypatch
     monkeypatch.setattr(pairs.AutoModelForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("it was loaded"))
     with pytest.raises(PairError, match=r"2097152.0 GiB of weights, but only [\d.]+ GiB"):
         load_pair(("owner/huge", "owner/drafter"))
+
+
+def test_weights_that_are_no_safetensors_are_not_counted_as_nothing(hub, monkeypatch):
+    hub.sizes = {"pytorch_model.bin": 10**13, "config.json": 5}
+    monkeypatch.setattr(pairs.AutoModelForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("it was loaded"))
+    with pytest.raises(PairError, match=r"The target owner/old has no \*\.safetensors"):
+        load_pair(("owner/old", "owner/drafter"))
+
+
+def test_uncounted_weights_beside_some_safetensors_are_not_read(folders, at_home, tmp_path):
+    shutil.copytree(folders / "target", tmp_path / "target")
+    (tmp_path / "target" / "model.safetensors").rename(tmp_path / "target" / "other.safetensors")
+    torch.save(tiny_target("qwen3").state_dict(), tmp_path / "target" / "pytorch_model.bin")
+    with pytest.raises(PairError, match="The target .* cannot be used: .*safetensors"):
+        load_pair((str(tmp_path / "target"), str(folders / "drafter")))
 
 
 def test_the_embedded_pair_that_cannot_be_had_is_explained(monkeypatch):

@@ -97,6 +97,27 @@ def test_pairs_that_nobody_uses_make_room(shelf, monkeypatch):
     assert not shelf.ready(keys[1], "auto")
 
 
+def test_a_pair_whose_service_is_being_made_is_not_dropped(shelf, monkeypatch):
+    monkeypatch.setattr("shelf.MOST_PAIRS", 1)
+    known = shelf._known
+
+    def meanwhile(key, word):  # between its loading and its start, another visitor loads something else
+        monkeypatch.setattr(shelf, "_known", known)
+        shelf.pair(("a/target", "another"))
+        return known(key, word)
+
+    monkeypatch.setattr(shelf, "_known", meanwhile)
+    with shelf.using(KEY, "auto") as service:
+        assert shelf.pair(KEY) is service.pair, "it is not loaded again"
+    shelf.pair(("a/target", "third"))
+    assert KEY not in shelf._pairs, "but it makes room when it is used no longer"
+
+
+def test_a_pair_dropped_just_after_it_was_loaded_is_still_handed_out(shelf, monkeypatch):
+    monkeypatch.setattr(shelf, "_drop_pairs", lambda *, besides: shelf._pairs.clear())
+    assert shelf.pair(KEY).key == KEY
+
+
 def test_a_pair_that_cannot_be_loaded_leaves_the_others(shelf):
     before = shelf.pair(KEY)
     with pytest.raises(PairError, match="reached"):
