@@ -103,6 +103,6 @@ def test_rows_that_do_not_end_with_a_token_are_read_as_plain_generate_reads_them
     ids = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(0))
     inputs = {"input_ids": ids, "attention_mask": torch.tensor(mask)}
     drafter = tiny_drafter(target).with_options(scheduler=FixedLength())
-    first = generate(target, inputs, drafter, max_new_tokens=1)
+    first = generate(target, inputs, drafter, max_new_tokens=1).sequences
     assert not read_by_row
     assert first.equal(target.generate(**inputs, do_sample=False, max_new_tokens=1, pad_token_id=PAD_ID))
