@@ -63,10 +63,8 @@ def packed_scope(cache: SlabCache, layout: PackedLayout) -> Iterator[PackedForwa
     token = _FORWARD.set(forward)
     cache.forward = forward
     try:
-        with (
-            narrow_linears(layout.rows.numel()),
-            torch.no_grad(),
-        ):  # slabs are written in place and must not grow a graph
+        # Slabs are written in place and must not grow a graph.
+        with narrow_linears(layout.rows.numel()), torch.no_grad():
             yield forward
     finally:
         cache.forward = None
