@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-from hf_dspark import DecodingStats, DSparkDrafter, FixedLength
+from hf_dspark import DecodingStats, FixedLength
+from hf_dspark.cli.models import load_drafter
 from hf_dspark.demo import load_demo_pair, load_demo_target
 from hf_dspark.prompt_sets import load_prompts
 from hf_dspark.training import TrainingExample, teacher_forced_acceptance
@@ -111,13 +112,15 @@ def main():
     parser.add_argument("--limit", type=int, default=16, help="prompts of each file")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--drafter", help="a drafter folder; default: the one that is shipped")
+    parser.add_argument(
+        "--drafter", help="folder or Hub name of a drafter of any kind; default: the one that is shipped"
+    )
     parser.add_argument("--teacher-forced", action="store_true", help="compare live with teacher-forced acceptance")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.drafter:
         target, tokenizer = load_demo_target()
-        drafter = DSparkDrafter.from_pretrained(args.drafter, dtype=torch.float32).eval()
+        drafter = load_drafter(args.drafter, target)
     else:
         target, tokenizer, drafter = load_demo_pair()
     drafter = drafter.with_options(scheduler=FixedLength())

@@ -7,7 +7,8 @@
 `record` decodes held-out prompts (rows with index % 10 == 0 of each file, a JSON object with `turns` a line) once,
 greedily, and notes at every token what the drafter proposes and how much of it would stand. `replay` needs no model:
 it drives the policies that decode, and charges each round by the curve. Every policy is shown against plain decoding,
-the best fixed length, and an oracle that knows before each round what will be accepted.
+the best fixed length, and two oracles: one that knows before each round all confidences, and one that knows what
+will be accepted.
 """
 
 import argparse
@@ -106,6 +107,7 @@ def plot(recording: Recording, args: argparse.Namespace) -> None:
     ratios: dict[str, list[float]] = {}
     for batch in FIGURE_BATCHES:
         served = serve_all(replay, chosen, batch, tokens_to_serve(recording, batch, args.tokens), say)
+        served.pop("confidence oracle")  # too near to Auto to be told from it
         for name, run in served.items():
             lengths.setdefault(name, []).append(run.mean_verify_length)
             ratios.setdefault(name, []).append(run.tokens_per_second / served["plain"].tokens_per_second)

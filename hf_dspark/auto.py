@@ -88,7 +88,7 @@ class AutoCall(LookaheadCall):
         return own_share + (1 - own_share) * np.exp((drafted.min() - drafted) / self.LEAD)
 
     def wants_drafts(self, num_rows: int, context: float) -> bool:
-        return self._rounds_left == 0 and not self.cost.plain_is_due(num_rows)
+        return self._rounds_left == 0 and not self.cost.plain_is_due(num_rows, self.gain)
 
     def verify_lengths(self, request: ScheduleRequest) -> list[int]:
         self.rate = self.gain

@@ -26,7 +26,7 @@ from .json_files import read_object, write_object
 from .modeling_drafter import Drafter
 from .recording import WholeBlocks, left_padded
 from .rounds import DecodingRound
-from .temperature_scaling import confidence_logits, fit_temperatures
+from .temperature_scaling import confidence_logits, fit_scaling
 
 Prompts = Sequence[Sequence[int]] | Iterable[Mapping[str, torch.Tensor]]
 """Token ids of each prompt; or batches as `generate` takes them, left-padded `input_ids` and `attention_mask`."""
@@ -63,7 +63,8 @@ def calibrate(
     **generation_options: Any,
 ) -> dict[str, CalibrationReport]:
     r"""
-    Fits the drafter's `confidence_temperatures` and writes them, with where they come from, into `drafter.config`.
+    Fits the drafter's `confidence_temperatures`, and `confidence_offsets` where they are needed, and writes them, with
+    where they come from, into `drafter.config`.
 
     ```python
     >>> prompts = [tokenizer(text).input_ids for text in texts]  # none the drafter was trained on
@@ -111,9 +112,9 @@ def calibrate(
     }
     reports = {}
     for mode, found in rounds.items():
-        temperatures = fit_temperatures(found.logits, found.num_accepted)
+        temperatures, offsets = fit_scaling(found.logits, found.num_accepted)
         reports[mode] = CalibrationReport.of_rounds(
-            found.logits, found.num_accepted, temperatures=temperatures, mode=mode, dataset=dataset
+            found.logits, found.num_accepted, temperatures=temperatures, offsets=offsets, mode=mode, dataset=dataset
         )
     for report in reports.values():
         store_calibration(drafter, report, temperature=temperature)
@@ -130,7 +131,7 @@ def evaluate_calibration(
     **options: Any,
 ) -> dict[str, CalibrationReport]:
     """
-    Measures the temperatures in the drafter's config on other prompts; changes nothing.
+    Measures the temperatures and offsets in the drafter's config on other prompts; changes nothing.
 
     Args:
         target, drafter, prompts, dataset: As for [`calibrate`].
@@ -150,8 +151,9 @@ def evaluate_calibration(
     reports = {}
     for mode, given in _for_each_mode(drafter, prompts, modes, options.get("max_new_tokens", MAX_NEW_TOKENS)):
         found = collect_rounds(target, drafter, given, mode=mode, **options)
+        fitted, offsets = drafter.config.confidence_scaling(mode)
         reports[mode] = CalibrationReport.of_rounds(
-            found.logits, found.num_accepted, temperatures=temperatures[mode], mode=mode, dataset=dataset
+            found.logits, found.num_accepted, temperatures=fitted, offsets=offsets, mode=mode, dataset=dataset
         )
     return reports
 
@@ -199,7 +201,7 @@ def collect_rounds(
 
 def store_calibration(drafter: Drafter, report: CalibrationReport, *, temperature: float = 1.0) -> None:
     """
-    Writes a report's temperatures and where they come from into `drafter.config`, for the report's mode.
+    Writes a report's temperatures and offsets, and where they come from, into `drafter.config`, for its mode.
 
     Args:
         drafter ([`Drafter`]): The drafter, or a view of it.
@@ -218,12 +220,12 @@ def store_calibration(drafter: Drafter, report: CalibrationReport, *, temperatur
         "ece_before": [round(error, 5) for error in report.ece_before],
         "ece_after": [round(error, 5) for error in report.ece_after],
     }
-    _store(drafter, report.mode, report.temperatures, origin)
+    _store(drafter, report.mode, report.temperatures, report.offsets, origin)
 
 
 def load_sglang(drafter: Drafter, source: str | os.PathLike | Mapping[str, Any], *, mode: str) -> None:
     """
-    Takes the temperatures of one mode from an SGLang table; what the config said about that mode's origin goes.
+    Takes the temperatures of one mode from an SGLang table; offsets and what the config said about their origin go.
 
     Args:
         drafter ([`Drafter`]): The drafter, or a view of it.
@@ -233,7 +235,7 @@ def load_sglang(drafter: Drafter, source: str | os.PathLike | Mapping[str, Any],
     Raises:
         ValueError: The table holds no such temperatures, or not one for each draft.
     """
-    _store(drafter, mode, temperatures_from_sglang(source), None)
+    _store(drafter, mode, temperatures_from_sglang(source), (), None)
 
 
 def save_calibration(drafter: Drafter, folder: str | os.PathLike) -> None:
@@ -251,24 +253,32 @@ def save_calibration(drafter: Drafter, folder: str | os.PathLike) -> None:
     there, here = type(drafter.config).from_pretrained(folder).num_drafts, drafter.config.num_drafts
     if there != here:
         raise ValueError(f"{folder} holds a drafter of {there} drafts a block, but the calibrated one makes {here}")
-    for name in ("confidence_temperatures", "confidence_calibration"):
+    for name in ("confidence_temperatures", "confidence_offsets", "confidence_calibration"):
         stored[name] = getattr(drafter.config, name)
     write_object(path, dict(sorted(stored.items())), indent=2)  # as transformers writes it
 
 
-def _store(drafter: Drafter, mode: str, temperatures: Sequence[float], origin: Mapping[str, Any] | None) -> None:
-    config = copy.deepcopy(drafter.config)
-    config.confidence_temperatures = {
-        **(config.confidence_temperatures or {}),
-        mode: [round(float(t), 4) for t in temperatures],
+def _store(
+    drafter: Drafter,
+    mode: str,
+    temperatures: Sequence[float],
+    offsets: Sequence[float],
+    origin: Mapping[str, Any] | None,
+) -> None:
+    fitted = {
+        "confidence_temperatures": [round(float(t), 4) for t in temperatures],
+        "confidence_offsets": [round(float(b), 4) for b in offsets] if any(offsets) else None,
+        "confidence_calibration": None if origin is None else dict(origin),
     }
-    origins = {key: value for key, value in (config.confidence_calibration or {}).items() if key != mode}
-    if origin is not None:
-        origins[mode] = dict(origin)
-    config.confidence_calibration = origins or None
+    config = copy.deepcopy(drafter.config)
+    for name, value in fitted.items():
+        kept = {key: known for key, known in (getattr(config, name) or {}).items() if key != mode}
+        if value is not None:
+            kept[mode] = value
+        setattr(config, name, kept or None)
     config.check_consistency()  # before anything of the caller's changes
-    drafter.config.confidence_temperatures = config.confidence_temperatures
-    drafter.config.confidence_calibration = config.confidence_calibration
+    for name in fitted:
+        setattr(drafter.config, name, getattr(config, name))
 
 
 def check_enough_prompts(num_prompts: int, drafter: Drafter, max_new_tokens: int) -> None:

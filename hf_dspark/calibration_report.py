@@ -1,7 +1,7 @@
 """What a calibration found, position by position: figures that can be printed, stored, drawn and sent to SGLang.
 
 Contract: pure; numbers in, frozen dataclasses and plain dictionaries out. Every figure is about the prefix survival
-`a_k = c_1 ... c_k`, before the temperatures and after them. Knows nothing about models or decoding.
+`a_k = c_1 ... c_k`, before the temperatures and offsets and after them. Knows nothing about models or decoding.
 
 Source: https://huggingface.co/papers/2607.05147, section 3.2.1. Shape legend: N rounds, K draft positions.
 """
@@ -70,22 +70,24 @@ class PositionQuality:
 @dataclasses.dataclass(frozen=True, slots=True)
 class CalibrationReport:
     """
-    Temperatures of one mode, and what they are worth on a set of rounds.
+    Temperatures and offsets of one mode, and what they are worth on a set of rounds.
 
     Attributes:
         mode (`str`): `"greedy"` or `"sampling"`.
         dataset (`str`): Name of the prompts.
         num_rounds (`int`): Rounds measured, N; all verified the whole block.
         temperatures (`tuple[float, ...]` of length K): Divisors of the confidence logits.
+        offsets (`tuple[float, ...]` of length K): What is added after dividing.
         conditional_acceptance (`tuple[float, ...]` of length K):
             Share of the rounds that accepted all earlier drafts in which each was accepted; `nan` over no round.
-        before, after (`tuple[PositionQuality, ...]` of length K): Without and with the temperatures.
+        before, after (`tuple[PositionQuality, ...]` of length K): Without and with both.
     """
 
     mode: str
     dataset: str
     num_rounds: int
     temperatures: tuple[float, ...]
+    offsets: tuple[float, ...]
     conditional_acceptance: tuple[float, ...]
     before: tuple[PositionQuality, ...]
     after: tuple[PositionQuality, ...]
@@ -97,17 +99,19 @@ class CalibrationReport:
         num_accepted: "Numbers",
         *,
         temperatures: Sequence[float],
+        offsets: Sequence[float] | None = None,
         mode: str,
         dataset: str,
         num_bins: int = NUM_BINS,
     ) -> "CalibrationReport":
         """
-        Measures temperatures on rounds.
+        Measures temperatures and offsets on rounds.
 
         Args:
             logits (`torch.Tensor` or array of shape `[N, K]`): Confidence logits, before any temperature.
             num_accepted (`torch.Tensor` or array of shape `[N]`): Accepted drafts of each round.
-            temperatures (`Sequence[float]` of length K): What to measure.
+            temperatures (`Sequence[float]` of length K), offsets (`Sequence[float]` of length K, *optional*):
+                What to measure; no offset is 0.
             mode, dataset (`str`): As the attributes.
             num_bins (`int`, *optional*, defaults to 10): Bins of the ECE.
 
@@ -115,13 +119,15 @@ class CalibrationReport:
             ValueError: Shapes or values do not fit; the message says which.
         """
         values, survived = checked_rounds(logits, num_accepted)
-        raw, scaled = prefix_survival(values), prefix_survival(values, temperatures)
+        offsets = [0.0] * values.shape[1] if offsets is None else offsets
+        raw, scaled = prefix_survival(values), prefix_survival(values, temperatures, offsets)
         positions = range(values.shape[1])
         return cls(
             mode=mode,
             dataset=dataset,
             num_rounds=len(values),
             temperatures=tuple(float(t) for t in temperatures),
+            offsets=tuple(float(b) for b in offsets),
             conditional_acceptance=conditional_acceptance(num_accepted, values.shape[1]),
             before=tuple(_quality(raw[:, k], survived[:, k], num_bins) for k in positions),
             after=tuple(_quality(scaled[:, k], survived[:, k], num_bins) for k in positions),
@@ -129,12 +135,12 @@ class CalibrationReport:
 
     @property
     def ece_before(self) -> tuple[float, ...]:
-        """ECE at each position without the temperatures."""
+        """ECE at each position without temperatures and offsets."""
         return tuple(quality.ece for quality in self.before)
 
     @property
     def ece_after(self) -> tuple[float, ...]:
-        """ECE at each position with the temperatures."""
+        """ECE at each position with them."""
         return tuple(quality.ece for quality in self.after)
 
     def to_dict(self) -> dict[str, Any]:
@@ -150,10 +156,12 @@ class CalibrationReport:
             ValueError: Fields are missing, unknown or of the wrong kind.
         """
         try:
+            temperatures = tuple(values["temperatures"])
             return cls(
                 **{
                     **values,
-                    "temperatures": tuple(values["temperatures"]),
+                    "temperatures": temperatures,
+                    "offsets": tuple(values.get("offsets", [0.0] * len(temperatures))),  # older reports have none
                     "conditional_acceptance": tuple(map(_number, values["conditional_acceptance"])),
                     "before": tuple(map(_read_quality, values["before"])),
                     "after": tuple(map(_read_quality, values["after"])),
@@ -165,7 +173,7 @@ class CalibrationReport:
 
     def to_sglang(self, path: str | os.PathLike | None = None) -> dict[str, Any]:
         """
-        The temperatures as SGLang reads them; its two errors are means over the positions.
+        The temperatures as SGLang reads them, which has no offsets; its two errors are means over the positions.
 
         Args:
             path (`str` or `os.PathLike`, *optional*): A JSON file to write them to as well.
@@ -186,16 +194,17 @@ class CalibrationReport:
             f"{self.mode}, {self.dataset}: {self.num_rounds} rounds; ECE {np.mean(self.ece_before):.2%} before, "
             f"{np.mean(self.ece_after):.2%} after (mean over positions)",
             "",
-            "| draft | temperature | accepted | ECE before | ECE after | noise floor | AUC before | AUC after "
-            "| Brier before | Brier after |",
-            "|---|---|---|---|---|---|---|---|---|---|",
+            "| draft | temperature | offset | accepted | ECE before | ECE after | noise floor | AUC before "
+            "| AUC after | Brier before | Brier after |",
+            "|---|---|---|---|---|---|---|---|---|---|---|",
         ]
-        columns = zip(self.temperatures, self.conditional_acceptance, self.before, self.after, strict=True)
-        for k, (temperature, accepted, before, after) in enumerate(columns, start=1):
+        scalings = zip(self.temperatures, self.offsets, strict=True)
+        columns = zip(scalings, self.conditional_acceptance, self.before, self.after, strict=True)
+        for k, ((temperature, offset), accepted, before, after) in enumerate(columns, start=1):
             rows.append(
-                f"| {k} | {temperature:.2f} | {_figure(accepted)} | {before.ece:.2%} | {after.ece:.2%} "
-                f"| {after.noise_floor:.2%} | {_figure(before.auc)} | {_figure(after.auc)} | {before.brier:.4f} "
-                f"| {after.brier:.4f} |"
+                f"| {k} | {temperature:.2f} | {offset:+.2f} | {_figure(accepted)} | {before.ece:.2%} "
+                f"| {after.ece:.2%} | {after.noise_floor:.2%} | {_figure(before.auc)} | {_figure(after.auc)} "
+                f"| {before.brier:.4f} | {after.brier:.4f} |"
             )
         return "\n".join(rows)
 

@@ -78,6 +78,8 @@ class DSparkConfig(Qwen3Config):
             Whether in sliding layers a slot of the block sees only those before it and itself.
         confidence_temperatures (`dict[str, list[float]]`, *optional*):
             Per-position divisors of the confidence logits, `{"greedy": [K floats], "sampling": [K floats]}`.
+        confidence_offsets (`dict[str, list[float]]`, *optional*):
+            What is added to them after that, likewise; 0 where there is none.
         confidence_calibration (`dict[str, dict]`, *optional*):
             Where those come from, for each of the two modes: `dataset` (its name), `num_rounds` (measured),
             `temperature` (of the text; 0 is greedy), and K numbers each of `conditional_acceptance` (share of the
@@ -119,6 +121,7 @@ class DSparkConfig(Qwen3Config):
     sliding_window_origin: str = "anchor"
     sliding_block_causal: bool = True
     confidence_temperatures: dict[str, list[float]] | None = None
+    confidence_offsets: dict[str, list[float]] | None = None
     confidence_calibration: dict[str, dict[str, Any]] | None = None
     target_name_or_path: str | None = None
     target_fingerprint: str | None = None
@@ -202,6 +205,11 @@ class DSparkConfig(Qwen3Config):
                 "'vanilla' or 'gated', or layout A"
             )
 
+    def confidence_scaling(self, mode: str) -> tuple[list[float], list[float]]:
+        """K temperatures and K offsets of the confidence logits in a mode, `"greedy"` or `"sampling"`."""
+        temperatures = (self.confidence_temperatures or {}).get(mode) or [1.0] * self.num_drafts
+        return temperatures, (self.confidence_offsets or {}).get(mode) or [0.0] * self.num_drafts
+
     def _check_vocabulary(self) -> None:
         if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(f"mask_token_id={self.mask_token_id} is not a row of a vocabulary of {self.vocab_size}")
@@ -213,7 +221,7 @@ class DSparkConfig(Qwen3Config):
             raise ValueError(f"draft_top_k={self.draft_top_k} must be at least 1, or None for no restriction")
 
     def _check_calibration(self) -> None:
-        for name in ("confidence_temperatures", "confidence_calibration"):
+        for name in ("confidence_temperatures", "confidence_offsets", "confidence_calibration"):
             if unknown := set(getattr(self, name) or {}) - set(CALIBRATED_MODES):
                 raise ValueError(f"{name} has the key {unknown.pop()!r}; allowed are 'greedy' and 'sampling'")
         for mode, temperatures in (self.confidence_temperatures or {}).items():
@@ -221,6 +229,12 @@ class DSparkConfig(Qwen3Config):
                 raise ValueError(
                     f"confidence_temperatures[{mode!r}] must hold {self.num_drafts} positive numbers, one for each "
                     f"draft position, got {temperatures}"
+                )
+        for mode, offsets in (self.confidence_offsets or {}).items():
+            if len(offsets) != self.num_drafts or not all(map(math.isfinite, offsets)):
+                raise ValueError(
+                    f"confidence_offsets[{mode!r}] must hold {self.num_drafts} finite numbers, one for each draft "
+                    f"position, got {offsets}"
                 )
         for mode, calibration in (self.confidence_calibration or {}).items():
             if missing := set(CALIBRATION_FIELDS) - set(calibration):

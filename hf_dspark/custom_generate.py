@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCardData
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from .hub import FILES, checked_config, drafter_class
+from .formats.loading import load_drafter
+from .hub import FILES, checked_config
 from .model_card import LIBRARY, PACKAGE
 from .modeling_drafter import Drafter
 
@@ -96,10 +97,8 @@ def _loaded(source: str | None, model: PreTrainedModel) -> Drafter:
                 if commit := getattr(model.config, "_commit_hash", None):  # of one piece with the model
                     place["revision"] = commit
             name = model.config._name_or_path if source is None else source
-            config, _ = PreTrainedConfig.get_config_dict(name, **place)
-            kind = drafter_class(config.get("model_type"))
             home = "cpu" if model.device.type == "meta" else model.device  # the model is offloaded
-            loaded[source] = kind.from_pretrained(name, dtype=model.dtype, **place).eval().to(home)
+            loaded[source] = load_drafter(name, dtype=model.dtype, **place).eval().to(home)
         return loaded[source]
 
 

@@ -21,7 +21,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from .call_schedule import CallSchedule, measured_cost
 from .choosing import Choice
 from .drafting import Drafts, DraftSession
-from .judging import judge, nan_rows, processed_scores
+from .judging import NAN_LOGITS, entry_owners, judge, nan_rows, processed_scores, spoilt_by_drafts
 from .modeling_dspark import DSparkDrafter
 from .outputs import DSparkGenerateOutput
 from .packed import SlabCache, packed_forward
@@ -75,7 +75,6 @@ class DecodingLoop:
         verdict = self.judge(drafts, scores, lengths)
         accepted, next_ids = verdict.num_accepted.tolist(), verdict.next_ids.tolist()
         verified = time.perf_counter()
-
         features = None if self.session is None else self.view.context_features(outputs.hidden_states)[0]
         confidence = drafts.confidence.tolist() if drafts.confidence is not None else [()] * len(lengths)
         offset, stopped = 0, []
@@ -85,8 +84,7 @@ class DecodingLoop:
             with self._minding([row]):
                 if row.error is None:
                     kept, stop = self._commit(row, [*draft_ids[entry][: accepted[entry]], next_ids[entry]])
-                    # Verified are the anchor and all that was kept but its newest token: as many as were kept.
-                    part = slice(offset, offset + len(kept))
+                    part = slice(offset, offset + len(kept))  # the anchor, and all that was kept but its newest token
                     own_features = None if features is None else features[part]
                     self._absorb(entry, anchor_position, own_features, [anchor_id, *kept[:-1]])
                     self._record(row, part, scores, logits, outputs.hidden_states)
@@ -120,8 +118,7 @@ class DecodingLoop:
         rows = self.active
         num_drafts = max(row.room(self.plan.draft_length) for row in rows)
         if not self.plan.wants_drafts(len(rows), context) or num_drafts == 0 or self.session is None:
-            draws = any(row.choice.draws for row in rows)
-            return Drafts.none(len(rows), self.view.vocab_size, self.device, draws)
+            return Drafts.none(len(rows), self.view.vocab_size, self.device, any(row.choice.draws for row in rows))
         return self.session.propose(
             [row.anchor_id for row in rows],
             [row.anchor_position for row in rows],
@@ -140,42 +137,39 @@ class DecodingLoop:
         return self.plan.verify_lengths(drafts, room, rows=rows, step=self.step, context=context)
 
     def verify(self, draft_ids: list[list[int]], lengths: list[int]) -> tuple[Any, torch.Tensor, torch.Tensor]:
-        """One target forward over every row's anchor and drafts: its output, logits `[N, V]`, processed scores."""
+        """Target over anchors and drafts, spoilt ones taken back: output, logits `[N, V]`, processed scores."""
         tokens = [[row.anchor_id, *ids[:n]] for row, ids, n in zip(self.active, draft_ids, lengths, strict=True)]
         outputs = self._forward(tokens)
         logits = outputs.logits[0].to(device=self.device, dtype=torch.float32)
-        owners = [
-            (row, part[1 : depth + 1])
-            for row, part in zip(self.active, tokens, strict=True)
-            for depth in range(len(part))
-        ]
-        self._check_logits(logits, [row for row, _ in owners], f"round {self.step}")
+        owners = entry_owners(self.active, tokens)
+        if logits.isnan().any():  # a draft's doing perhaps, which plain `generate` would not have seen
+            if withdrawn := spoilt_by_drafts(logits, self.active, lengths):
+                for entry in withdrawn:
+                    self._blank(entry)
+                    lengths[entry] = 0
+                return self.verify(draft_ids, lengths)
+            self._check_logits(logits, [row for row, _ in owners], f"round {self.step}")
         return outputs, logits, processed_scores(logits, owners, self._minding)
 
     def judge(self, drafts: Drafts, scores: torch.Tensor, lengths: list[int]) -> Verdict:
         """Accepts and rejects (section 2 of the losslessness laws), from processed scores `[N, V]`."""
-        rows = self.active
         return judge(
             drafts,
             scores,
             lengths,
-            choices=[row.choice for row in rows],
-            places=[len(row.new_ids) for row in rows],
-            minding=lambda entries: self._minding([rows[entry] for entry in entries]),
+            choices=[row.choice for row in self.active],
+            places=[len(row.new_ids) for row in self.active],
+            minding=lambda entries: self._minding([self.active[entry] for entry in entries]),
         )
 
     def _forward(self, tokens: Sequence[Sequence[int]]) -> Any:
         """The target over `tokens` of every row, from its anchor on, in one packed forward."""
-        positions = [
-            row.anchor_position + depth
-            for row, part in zip(self.rows[: len(tokens)], tokens, strict=True)
-            for depth in range(len(part))
-        ]
-        packed_ids = torch.tensor([[token for part in tokens for token in part]], device=self.device)
+        rows = zip(self.rows, tokens, strict=False)
+        positions = [row.anchor_position + depth for row, part in rows for depth in range(len(part))]
+        packed_ids = [token for part in tokens for token in part]
         return packed_forward(
             self.target,
-            self.view.to_target(packed_ids),
-            self.view.to_target(torch.tensor([positions], device=self.device)),
+            *(self.view.to_target(torch.tensor([numbers], device=self.device)) for numbers in (packed_ids, positions)),
             cache=self.cache,
             layout=self.cache.layout([len(part) for part in tokens]),
             output_hidden_states=self.captured,
@@ -191,9 +185,7 @@ class DecodingLoop:
     def _check_logits(self, logits: torch.Tensor, owners: Sequence[Row], when: str) -> None:
         """Fails rows for which the target's logits `[N, V]` hold a nan, unless their processors remove it."""
         for row, entries in nan_rows(logits, owners).items():
-            text = f"the target's logits are nan in {when}, so no token can be chosen. "
-            text += "Check its weights and its dtype (some models overflow in float16: try bfloat16 or float32)"
-            self._fail(row, ValueError(text))
+            self._fail(row, ValueError(NAN_LOGITS.format(when)))
             logits[entries] = 0.0
 
     def _commit(self, row: Row, token_ids: list[int]) -> tuple[list[int], bool]:
@@ -217,8 +209,16 @@ class DecodingLoop:
         """Moves stopped rows behind the active ones."""
         for entry in reversed(range(len(stopped))):
             if stopped[entry]:
+                if self.rows[entry].allows_nan:
+                    self._blank(entry)
                 self.num_active -= 1
                 self._swap(entry, self.num_active)
+
+    def _blank(self, entry: int, *, whole: bool = False) -> None:
+        """Clears slots behind an entry's text, or all: hidden ones weigh nothing, but nothing times nan is nan."""
+        for cache in [self.cache] + ([] if self.session is None else [self.session.cache]):
+            for slab in [slab for layer in cache.layers for slab in layer.slabs]:
+                slab[entry, :, 0 if whole else cache.lengths[entry] :].zero_()
 
     def _record(self, row: Row, part: slice, scores: Any, logits: Any, hidden_states: Any) -> None:
         """Keeps what a row's committed tokens were chosen from, if anybody wants it."""

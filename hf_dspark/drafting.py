@@ -92,8 +92,8 @@ class DraftSession:
         self.device = device
         token_ids = view.drafter.draft_token_ids()
         self._token_ids = None if token_ids is None else token_ids.to(device)
-        calibrated = config.confidence_temperatures or {}
-        self._temperatures = [calibrated.get(mode) or [1.0] * config.num_drafts for mode in ("greedy", "sampling")]
+        # [greedy or sampling][temperature or offset][position]
+        self._scalings = [config.confidence_scaling(mode) for mode in ("greedy", "sampling")]
         self.caught_up = False  # whether the last context write was long: a prompt, or rounds without drafts
 
     @property
@@ -182,7 +182,7 @@ class DraftSession:
         """Eq. 4-7, left to right: correct, process, draw."""
         drafter = self.view.drafter
         previous = torch.tensor(anchor_ids, device=self.device)
-        temperatures = self._temperatures_of(block.groups, len(anchor_ids))
+        temperatures, offsets = self._scaling_of(block.groups, len(anchor_ids))
         embeds, latent, state = None, None, None
         probs: list[torch.Tensor] = []
         confidence: list[torch.Tensor] = []
@@ -192,7 +192,8 @@ class DraftSession:
                 embeds = drafter.markov_head.embed(previous.to(here.device))
                 latent, state = drafter.markov_head.step(embeds, here, state)
             if drafter.confidence_head is not None:  # before the draw: it must not see this position's draft
-                confidence.append(drafter.confidence_head(here, embeds) / temperatures[position])
+                certainty = drafter.confidence_head(here, embeds)
+                confidence.append(certainty / temperatures[position] + offsets[position])
             logits = self._corrected(logits, latent).to(self.device)
             previous, drawn_from = self._drawn(logits, block)
             block.drawn.append(previous)
@@ -206,15 +207,15 @@ class DraftSession:
             usable=block.usable,
         )
 
-    def _temperatures_of(self, groups: Sequence[Group], num_rows: int) -> Sequence[float] | torch.Tensor:
-        """For each position what confidence logits are divided by: a number, or `[R]` where rows differ."""
+    def _scaling_of(self, groups: Sequence[Group], num_rows: int) -> Sequence[Sequence[float]] | torch.Tensor:
+        """Temperatures and offsets of confidence logits for each position: a number, or `[R]` where rows differ."""
         if len({group.choice.do_sample for group in groups}) == 1:
-            return self._temperatures[groups[0].choice.do_sample]
-        table = torch.tensor(self._temperatures, device=self.view.drafter.fc.weight.device)
+            return self._scalings[groups[0].choice.do_sample]
+        table = torch.tensor(self._scalings, device=self.view.drafter.fc.weight.device)
         modes = torch.zeros(num_rows, dtype=torch.long)
         for group in groups:
             modes[group.entries] = int(group.choice.do_sample)
-        return table[modes.to(table.device)].T
+        return table[modes.to(table.device)].permute(1, 2, 0)
 
     def _vocabulary(self, group: Group) -> torch.Tensor | None:
         """Target ids of the columns that a group draws from; processors that name tokens need them all."""

@@ -208,6 +208,11 @@ class DSparkEngine:
         return len(self._work.waiting)
 
     @property
+    def scheduler(self) -> Scheduler:
+        """The schedule at work, with what it has learned so far; not to be told anything."""
+        return self._plan.scheduler
+
+    @property
     def cost(self) -> RoundCost | None:
         """What rounds take on this machine, as refined by the engine's; `None` if the scheduler needs no cost."""
         return self._plan.cost

@@ -124,7 +124,7 @@ class EngineLoop(DecodingLoop):
         leaving = [row for row, stop in zip(self.rows, stopped, strict=True) if stop]
         for entry, row in enumerate(self.rows):
             if stopped[entry] and (row.error is not None or row.allows_nan):
-                self._scrub(entry)  # a hidden slot weighs nothing in attention, but nothing times nan is nan
+                self._blank(entry, whole=True)
         super()._retire(stopped)
         for entry in range(self.num_active, len(self.rows)):
             self.cache.lengths[entry] = 0
@@ -133,12 +133,6 @@ class EngineLoop(DecodingLoop):
         del self.rows[self.num_active :]
         for row in leaving:
             self._let_go(row)
-
-    def _scrub(self, entry: int) -> None:
-        for cache in [self.cache] + ([] if self.session is None else [self.session.cache]):
-            for layer in cache.layers:
-                for slab in layer.slabs:
-                    slab[entry].zero_()
 
     def _let_go(self, row: Row) -> None:
         self._requests.pop(row.index).finish(row.error)

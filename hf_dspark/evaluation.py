@@ -202,6 +202,7 @@ class _Run:
             num_drafts=self.drafter.config.num_drafts,
             thresholds=thresholds,
             confidence_temperatures=(self.drafter.config.confidence_temperatures or {}).get(mode),
+            confidence_offsets=(self.drafter.config.confidence_offsets or {}).get(mode),
             speed=self._speed(prompts, speed_prompts, options) if speed_prompts else None,
         )
 

@@ -112,6 +112,7 @@ class SetFigures:
         num_drafts: int,
         thresholds: Sequence[float],
         confidence_temperatures: Sequence[float] | None,
+        confidence_offsets: Sequence[float] | None = None,
         speed: SpeedFigures | None = None,
     ) -> "SetFigures":
         """
@@ -121,10 +122,12 @@ class SetFigures:
             answers (`Sequence[RecordedAnswer]`): At least one.
             num_drafts (`int`): K.
             thresholds (`Sequence[float]`): What to replay.
-            confidence_temperatures (`Sequence[float]`, *optional*): The drafter's, for this kind of decoding.
+            confidence_temperatures, confidence_offsets (`Sequence[float]`, *optional*):
+                The drafter's, for this kind of decoding.
             The others are the attributes.
         """
         rounds = [r for answer in answers for r in answer.rounds]
+        scaling = (confidence_temperatures, confidence_offsets)
         has_confidence = bool(rounds) and all(len(r.confidence) == len(r.draft_ids) for r in rounds)
         stats, positions = DecodingStats(rounds), range(1, num_drafts + 1)
         return cls(
@@ -146,12 +149,10 @@ class SetFigures:
             num_reached=tuple(
                 sum(r.verify_length >= k and r.num_accepted >= k - 1 for r in rounds) for k in positions
             ),
-            thresholds=tuple(replay(rounds, t, confidence_temperatures) for t in thresholds) if has_confidence else (),
+            thresholds=tuple(replay(rounds, t, *scaling) for t in thresholds) if has_confidence else (),
             contexts=context_figures(answers),
             repetition_share=repetition_share([answer.new_ids for answer in answers]),
-            reliability=_reliability(rounds, num_drafts, confidence_temperatures, temperature, dataset)
-            if has_confidence
-            else None,
+            reliability=_reliability(rounds, num_drafts, *scaling, temperature, dataset) if has_confidence else None,
             speed=speed,
         )
 
@@ -200,6 +201,7 @@ def _reliability(
     rounds: Sequence[DecodingRound],
     num_drafts: int,
     temperatures: Sequence[float] | None,
+    offsets: Sequence[float] | None,
     temperature: float,
     dataset: str,
 ) -> CalibrationReport | None:
@@ -210,6 +212,7 @@ def _reliability(
         confidence_logits([r.confidence for r in whole]),
         [r.num_accepted for r in whole],
         temperatures=[1.0] * num_drafts if temperatures is None else temperatures,
+        offsets=offsets,
         mode="sampling" if temperature > 0 else "greedy",
         dataset=dataset,
     )

@@ -12,12 +12,8 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, constants, get_token
 
-from .configuration_autoregressive import AutoregressiveConfig
 from .json_files import read_object, write_object
 from .model_card import PACKAGE
-from .modeling_autoregressive import AutoregressiveDrafter
-from .modeling_drafter import Drafter
-from .modeling_dspark import DSparkDrafter
 
 FILES = ("model*.safetensors", "*.safetensors.index.json", "dspark_*.json", "generation_config.json")
 REMOTE_MODULE = "modeling_hf_dspark"
@@ -42,11 +38,6 @@ class {drafter}(hf_dspark.{drafter}):
 
 class PublishError(RuntimeError):
     """Nothing was published; the message says which right or connection is missing."""
-
-
-def drafter_class(model_type: str | None) -> type[Drafter]:
-    """The class of drafters with a config of this type; other projects' are all read as parallel ones."""
-    return AutoregressiveDrafter if model_type == AutoregressiveConfig.model_type else DSparkDrafter
 
 
 def publishable_folder(

@@ -18,6 +18,10 @@ from .rows import Row
 from .verification import Verdict, verify_greedy, verify_sampling
 
 NOTHING_LEFT = "no token can be chosen: after the logits processors, nothing is left with a probability"
+NAN_LOGITS = (
+    "the target's logits are nan in {}, so no token can be chosen. Check its weights and its dtype (some models "
+    "overflow in float16: try bfloat16 or float32)"
+)
 
 Minding = Callable[[Sequence[int]], AbstractContextManager[None]]
 """(entries) -> within it, an error is theirs alone; or everybody's, if it is raised again."""
@@ -30,6 +34,33 @@ def nan_rows(logits: torch.Tensor, owners: Sequence[Row]) -> dict[Row, list[int]
     spoilt = logits.isnan().any(-1).tolist()
     rows = dict.fromkeys(row for row, nan in zip(owners, spoilt, strict=True) if nan and not row.allows_nan)
     return {row: [entry for entry, owner in enumerate(owners) if owner is row] for row in rows}
+
+
+def entry_owners(rows: Sequence[Row], tokens: Sequence[Sequence[int]]) -> list[tuple[Row, list[int]]]:
+    """Of every token of `tokens [R][1 + l_r]`, its row and the tokens supposed after the row's anchor, `[N]`."""
+    return [
+        (row, list(part[1 : depth + 1])) for row, part in zip(rows, tokens, strict=True) for depth in range(len(part))
+    ]
+
+
+def spoilt_by_drafts(logits: torch.Tensor, rows: Sequence[Row], lengths: Sequence[int]) -> list[int]:
+    """
+    Entries of rows whose nan may be their drafts' doing: in attention it spreads even to tokens that do not see it. In
+    plain `generate` nobody asks what would follow a token that is not kept; without the drafts the target says what it
+    says there. Rows that draw keep theirs, and fail: taking a draft back for what it is changes the law. Where nan is
+    allowed, single ones are left to the processors, while one that spread leaves nothing else, and drafts are taken
+    back even from rows that draw (tokens that spoil a text are then a little rarer than in plain `generate`).
+
+    Args:
+        logits (`torch.FloatTensor` of shape `[N, V]`): Of every row's anchor and verified drafts.
+        rows (`Sequence[Row]` of length R), lengths (`Sequence[int]` of length R): The rows and their verify lengths.
+    """
+    parts = logits.isnan().split([1 + length for length in lengths])
+    return [
+        entry
+        for entry, (row, length, nan) in enumerate(zip(rows, lengths, parts, strict=True))
+        if length and (nan.all(-1).any() if row.allows_nan else nan.any() and not row.choice.draws)
+    ]
 
 
 def processed_scores(

@@ -15,7 +15,8 @@ from .configuration_dspark import DSparkConfig
 from .evaluation import Evaluation
 from .evaluation_figures import SetFigures
 from .evaluation_report import accepted_length_table, positions_table
-from .formats.serve_readme import serving
+from .formats.description import kind
+from .formats.serve_readme import SPS_FILE, serving
 from .memory_report import MemoryReport
 from .sps_profile import SPSProfile
 
@@ -34,8 +35,8 @@ class CardFigures:
     Attributes:
         evaluation ([`Evaluation`], *optional*): Acceptance, and calibration errors on those sets.
         drafter_name (`str`, *optional*): Which drafter of the evaluation this is; needed if there are several.
-        sps_profile ([`SPSProfile`], *optional*): Step times.
-        has_sps_picture (`bool`): Whether `sps.png` lies beside the card.
+        sps_profile ([`SPSProfile`], *optional*): Step times, of this drafter and its target.
+        has_sps_files (`bool`): Whether `sps.png` and `dspark_sps.json` lie beside the card.
         memory ([`MemoryReport`], *optional*): From [`Drafter.memory_report`].
         data (`str`, *optional*): What it was trained on, in words.
         recipe (`str`, *optional*): The recipe's YAML.
@@ -45,7 +46,7 @@ class CardFigures:
     evaluation: Evaluation | None = None
     drafter_name: str | None = None
     sps_profile: SPSProfile | None = None
-    has_sps_picture: bool = False
+    has_sps_files: bool = False
     memory: MemoryReport | None = None
     data: str | None = None
     recipe: str | None = None
@@ -87,10 +88,11 @@ def model_card(
     figures = figures or CardFigures()
     results = figures.results()
     target = config.target_name_or_path or "an unnamed target"
+    name = kind(config).partition(",")[0]
     commands = serving(config, "native", folder=repo_id)
     parts = [
         f"---\n{metadata(config, figures, tags).to_yaml()}\n---",
-        f"# DSpark drafter for {target}",
+        f"# {name[0].upper()}{name[1:]} drafter for {target}",
         f"A small model that makes `{target}` decode several tokens a step, with its text unchanged: greedy text is "
         f"the same, sampled text follows the same distribution. Made with {LIBRARY} "
         "([method](https://huggingface.co/papers/2607.05147)).",
@@ -123,9 +125,10 @@ def metadata(config: DSparkConfig, figures: CardFigures, tags: Sequence[str] = (
 
 
 def _facts(config: DSparkConfig) -> str:
-    head = f"{config.markov_head_type}, rank {config.markov_rank}" if config.markov_rank else "none (DFlash)"
+    head = f"{config.markov_head_type}, rank {config.markov_rank}" if config.markov_rank else "none"
     vocabulary = f"{config.draft_vocab_size:,} of {config.vocab_size:,}" if config.draft_vocab_size else "the target's"
     rows = {
+        "kind": kind(config),
         "target": config.target_name_or_path or "not stated",
         "hash of the target's config": config.target_fingerprint or "not stated",
         "drafts a round": f"{config.num_drafts}",
@@ -198,10 +201,19 @@ def _step_times(figures: CardFigures) -> str:
         return "Not measured. They belong to a machine: `hf-dspark profile` measures yours."
     known = profile.description
     devices = ", ".join(dict.fromkeys((known.get("target_devices") or {}).values())) or "a device not stated"
-    sizes = [size for size in dict.fromkeys((1, profile.block_size + 1)) if size <= profile.max_batch_tokens]
-    times = ", ".join(f"{size} token{'s'[: size > 1]} {1000 * profile.verify_seconds(size):.1f} ms" for size in sizes)
-    text = f"On {devices}, {known.get('target_dtype', 'dtype not stated')}: verifying {times}."
-    return text + (f"\n\n![Step times]({SPS_PICTURE})" if figures.has_sps_picture else "")
+    threads = f", {known['threads']} CPU thread{'s'[: known['threads'] != 1]}" if known.get("threads") else ""
+    text = (
+        f"On {devices}{threads}, {known.get('target_dtype', 'dtype not stated')}, {profile.contexts[0]:,} cached "
+        "tokens a row; medians. A round drafts and verifies, with as few rows as can hold its tokens."
+    )
+    rows = []
+    for size in profile.to_sglang()["sample_batch_tokens"]:
+        verify, whole = profile.verify_seconds(size), profile.round_seconds(size)
+        rows.append([f"{size}", f"{1000 * verify:.1f}", f"{1000 * whole:.1f}", f"{1 / whole:.1f}"])
+    text += "\n\n" + _table(["tokens verified", "ms, target's forward", "ms, whole round", "rounds/s"], rows)
+    if figures.has_sps_files:
+        text += f"\n\n![Step times]({SPS_PICTURE})\n\n`{SPS_FILE}` holds the rounds/s as SGLang reads them."
+    return text
 
 
 def _limits(config: DSparkConfig) -> str:

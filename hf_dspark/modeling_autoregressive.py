@@ -137,13 +137,13 @@ class AutoregressiveDrafter(Drafter):
         entries, position_embeddings = self.layer.entries(token_embeds, states), self.rotary_emb(states, position_ids)
         cache.update(*self.layer.self_attn.keys_values(entries, position_embeddings), 0)
 
-    def draft_training_blocks(
+    def draft_training_hidden(
         self,
         view: "TargetView",
         features: "TeacherFeatures",
         input_ids: torch.LongTensor,
         anchors: torch.LongTensor,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> torch.Tensor:
         """
         The training-time test: K steps from every anchor, fed true tokens and own states, as in decoding.
 
@@ -154,9 +154,9 @@ class AutoregressiveDrafter(Drafter):
             anchors (`torch.LongTensor` of shape `[A]`): Positions of the tokens to draft after.
 
         Returns:
-            draft logits `[A, K, Vd]` and confidence logits `[A, K]` (or `None` without that head).
+            `torch.Tensor` of shape `[A, K, D]`: what the heads read.
         """
-        length, num_drafts = len(input_ids), self.config.num_drafts
+        length = len(input_ids)
         positions = torch.arange(length, device=anchors.device)
         fused = self.fuse(features.context.to(self.fc.weight.dtype))
         before = nn.functional.pad(fused[:-1], (0, 0, 1, 0))  # nothing is before the first token
@@ -165,15 +165,12 @@ class AutoregressiveDrafter(Drafter):
         # An anchor is an entry of its own, the same as the verified one at its place: that one is hidden from it.
         unseen_keys = [positions[None] >= anchors[:, None]]
         others = ~torch.eye(len(anchors), dtype=torch.bool, device=anchors.device)
-        states, steps, previous = before[anchors], [], []
-        for step in range(num_drafts):
+        states, steps = before[anchors], []
+        for step in range(self.config.num_drafts):
             unseen_keys.append(others)
             unseen = torch.cat(unseen_keys, dim=1)
             mask = states.new_zeros(unseen.shape).masked_fill_(unseen, torch.finfo(states.dtype).min)
-            previous.append(input_ids[(anchors + step).clamp_max(length - 1)])
-            states = self(
-                view.noise_embeds(previous[-1])[None], states[None], (anchors + step)[None], mask[None, None], cache
-            )[0]
+            tokens = view.noise_embeds(input_ids[(anchors + step).clamp_max(length - 1)])
+            states = self(tokens[None], states[None], (anchors + step)[None], mask[None, None], cache)[0]
             steps.append(self.norm(states))
-        hidden = torch.stack(steps, dim=1)
-        return self.teacher_forced(hidden, view.base_logits(hidden), torch.stack(previous, dim=1))
+        return torch.stack(steps, dim=1)

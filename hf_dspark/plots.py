@@ -111,10 +111,10 @@ def _caption(profile: "SPSProfile") -> str:
 def plot_reliability(reports: "Sequence[CalibrationReport]", path: str | os.PathLike) -> None:
     """
     Reliability diagrams: observed against predicted survival of the prefix, a row for each report and a panel for each
-    draft position, before the temperatures and after them.
+    draft position, before temperatures and offsets and after them.
 
     A point is a bin of rounds, larger where there are more of them; on the diagonal, predictions came true. The bars
-    below are the shares of the rounds in the bins, with the temperatures.
+    below are the shares of the rounds in the bins, with them.
 
     Args:
         reports (`Sequence[CalibrationReport]`): What to show.
@@ -140,7 +140,7 @@ def plot_reliability(reports: "Sequence[CalibrationReport]", path: str | os.Path
             _draw_bins(axes, after, report.num_rounds, color="C0", label="after")
             shares = [each.num_rounds / report.num_rounds for each in after.bins]
             axes.bar([each.predicted for each in after.bins], shares, width=0.03, color="C0", alpha=0.2, linewidth=0)
-            title = f"draft {k + 1}\ntemperature of the confidences {report.temperatures[k]:.2f}"
+            title = f"draft {k + 1}\nlogit / {report.temperatures[k]:.2f} {report.offsets[k]:+.2f}"
             axes.set_title(title, fontsize="small")
             errors = f"ECE {100 * before.ece:.1f} → {100 * after.ece:.1f} %\nAUC {_figure(after.auc)}"
             box = {"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 1.5}

@@ -87,7 +87,10 @@ class ContextFigures:
 
 
 def replay(
-    rounds: Sequence[DecodingRound], threshold: float, temperatures: Sequence[float] | None = None
+    rounds: Sequence[DecodingRound],
+    threshold: float,
+    temperatures: Sequence[float] | None = None,
+    offsets: Sequence[float] | None = None,
 ) -> ThresholdFigures:
     """
     What [`ConfidenceThreshold`] would have made of recorded rounds; exact for each, see the module.
@@ -96,8 +99,9 @@ def replay(
         rounds (`Sequence[DecodingRound]`): Rounds with raw confidences.
         threshold (`float`): The threshold.
         temperatures (`Sequence[float]` of length K, *optional*): Divisors of the confidence logits.
+        offsets (`Sequence[float]` of length K, *optional*): What is added to them after that.
     """
-    lengths = [_cut(r, threshold, temperatures) for r in rounds]
+    lengths = [_cut(r, threshold, temperatures, offsets) for r in rounds]
     kept = [drafts_kept(r, length) for r, length in zip(rounds, lengths, strict=True)]
     accepted = sum(min(r.num_accepted, length) for r, length in zip(rounds, lengths, strict=True))
     committed = [
@@ -142,11 +146,15 @@ def repetition_share(texts: Iterable[Sequence[int]], length: int = REPEATED_LENG
     return repeated / total if total else math.nan
 
 
-def _cut(round_: DecodingRound, threshold: float, temperatures: Sequence[float] | None) -> int:
+def _cut(
+    round_: DecodingRound, threshold: float, temperatures: Sequence[float] | None, offsets: Sequence[float] | None
+) -> int:
     """Drafts of a round before the first whose confidence is below the threshold."""
     confidence: Sequence[float] = round_.confidence
-    if temperatures is not None and any(t != 1 for t in temperatures):
+    temperatures, offsets = temperatures or [1.0] * len(confidence), offsets or [0.0] * len(confidence)
+    if any(t != 1 for t in temperatures) or any(offsets):
         logits = confidence_logits(confidence) / np.asarray(temperatures[: len(confidence)])
+        logits = logits + np.asarray(offsets[: len(confidence)])
         confidence = (1 / (1 + np.exp(-logits))).tolist()
     confident = next((k for k, c in enumerate(confidence) if c < threshold), len(confidence))
     return min(confident, round_.verify_length)

@@ -81,10 +81,10 @@ class WholeBlocks:
 
 
 def raw_view(drafter: Drafter) -> Drafter:
-    """A view of `drafter` whose confidences have no temperature; the drafter and its config stay as they are."""
+    """A view of `drafter` with confidences as the head gives them; the drafter and its config stay as they are."""
     view = drafter.with_options()
     view.config = copy.deepcopy(drafter.config)
-    view.config.confidence_temperatures = None
+    view.config.confidence_temperatures = view.config.confidence_offsets = None
     return view
 
 

@@ -26,7 +26,8 @@ SPEED_SHARE = 0.1
 KIND_SHARE = 0.1
 SIZE_SHARE = 0.1
 PLAIN_WEIGHT = 2  # plain rounds are few while drafting pays, so each of them counts for more
-# While all rounds draft, nothing is learned about plain ones; after so many a plain one is due, the first time sooner.
+# While all rounds draft, nothing is learned about plain ones; after so many a plain one is due, sooner at first and
+# where drafting gains little.
 PLAIN_EVERY, FIRST_PLAIN = 64, 8
 # A round that took more than twice (or less than half) the prediction was interrupted; it counts as that much.
 LARGEST_SURPRISE = math.log(2)
@@ -51,7 +52,8 @@ class RoundCost:
         self._speed = 0.0  # log of measured over profiled seconds, all rounds
         self._by_kind = np.zeros(2)  # on top of it, of plain rounds and of those that draft
         self._by_size = np.zeros((2, len(_SIZE_ENDS)))  # on top of both: [drafted, size of the verification]
-        self._since_plain = np.full(len(_SIZE_ENDS), PLAIN_EVERY - FIRST_PLAIN)  # drafted rounds, by size of the batch
+        self._since_plain = np.zeros(len(_SIZE_ENDS))  # drafted rounds, by size of the batch
+        self._plain_seen = np.zeros(len(_SIZE_ENDS), dtype=bool)
         self._tables: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = {}
 
     def seconds(self, num_rows: int, num_drafts: int, context: float) -> np.ndarray:
@@ -73,15 +75,27 @@ class RoundCost:
     def plain_seconds(self, num_rows: int, context: float) -> float:
         """Seconds of a round that drafts nothing: one token for each of `num_rows` rows."""
         seconds = self.profile.round_seconds(num_rows, context=context, num_requests=num_rows, drafted=False)
+        drafts = self.profile.draft_seconds(num_rows, context)
         with_drafts = self.predict(num_rows, 0, context, drafted=True)
         with self._lock:
             plain = float(seconds) * self._correction(0, num_rows)
-        return min(plain, with_drafts)  # whatever was measured: drafting on top takes no time away
+            speed = math.exp(self._speed)
+        # Whatever was measured: a round that verifies no draft is a plain one, and the drafting on top of it.
+        return min(plain, max(with_drafts - float(drafts) * speed, with_drafts / 2))
 
-    def plain_is_due(self, num_rows: int) -> bool:
-        """Whether a plain round of `num_rows` rows should be run soon, to know what it takes."""
+    def plain_is_due(self, num_rows: int, gain: float = 2.0) -> bool:
+        """
+        Whether a plain round of `num_rows` rows should be run soon, to know what it takes.
+
+        Args:
+            num_rows (`int`): R.
+            gain (`float`, *optional*): Tokens per second of drafting over plain decoding. The nearer to 1, the more
+                hangs on what a plain round takes, and the less is lost by one: they fall due more often.
+        """
+        size = _size(num_rows)
+        every = min(max(PLAIN_EVERY * (gain - 1), FIRST_PLAIN), PLAIN_EVERY)
         with self._lock:
-            return bool(self.refine and self._since_plain[_size(num_rows)] >= PLAIN_EVERY)
+            return bool(self.refine and self._since_plain[size] >= (every if self._plain_seen[size] else FIRST_PLAIN))
 
     def predict(self, num_rows: int, verified: int, context: float, *, drafted: bool) -> float:
         """Seconds of one round: `verified` drafts in all rows together."""
@@ -114,6 +128,7 @@ class RoundCost:
             self._by_kind[kind] += KIND_SHARE * surprise
             self._by_size[kind, size] += SIZE_SHARE * weight * surprise
             self._since_plain[_size(num_rows)] = self._since_plain[_size(num_rows)] + 1 if drafted else 0
+            self._plain_seen[_size(num_rows)] |= not drafted
 
     def _correction(self, kind: int, batch_tokens: int) -> float:
         """Measured over profiled seconds."""

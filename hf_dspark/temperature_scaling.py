@@ -3,10 +3,12 @@
 Contract: pure numpy. In go confidence logits and the number of accepted drafts of rounds that verified the *whole*
 block; out come temperatures and figures. Knows nothing about models, decoding or files of ours.
 
-What is calibrated is what schedulers use, the prefix survival `a_k = c_1 ... c_k` with `c_k = sigmoid(logit_k / T_k)`:
-position k of a round survived if and only if at least k drafts were accepted. Temperatures are fitted from left to
-right, each with the earlier ones fixed, by a grid search for the smallest expected calibration error (ECE) of the
-product. Dividing by a positive number leaves the order of the rounds at a position as it was.
+What is calibrated is what schedulers use, the prefix survival `a_k = c_1 ... c_k` with
+`c_k = sigmoid(logit_k / T_k + b_k)`: position k of a round survived if and only if at least k drafts were accepted.
+Temperatures are fitted from left to right, each with the earlier ones fixed, by a grid search for the smallest
+expected calibration error (ECE) of the product. The paper has temperatures alone (`b_k = 0`). They cannot help a head
+that is too sure of itself by a constant, as one is that serves greedy decoding and sampling, which accept differently:
+there `fit_scaling` adds an offset. Neither changes the order of the rounds at a position.
 
 The ECE here is over bins of equal width on [0, 1], as in the paper: the mean distance between predicted and observed
 survival of a bin, weighted by the rounds in it. It is never 0 over finitely many rounds: `ece_noise_floor` is what
@@ -35,6 +37,10 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 0.2, 5.0
 # the best Brier score. That has no bins, and no temperature may worsen it.
 CALIBRATED_FLOORS, EQUAL_FLOORS = 1.5, 0.1
 COARSE_STEPS, FINE_STEPS = 33, 17
+MAX_OFFSET, OFFSET_STEPS = 2.0, 41
+
+Scaling: TypeAlias = tuple[float, float]
+UNSCALED: Scaling = (1.0, 0.0)  # temperature and offset
 
 
 def confidence_logits(confidence: "Numbers") -> np.ndarray:
@@ -44,25 +50,31 @@ def confidence_logits(confidence: "Numbers") -> np.ndarray:
     return np.log(values) - np.log1p(-values)
 
 
-def prefix_survival(logits: "Numbers", temperatures: Sequence[float] | None = None) -> np.ndarray:
+def prefix_survival(
+    logits: "Numbers", temperatures: Sequence[float] | None = None, offsets: Sequence[float] | None = None
+) -> np.ndarray:
     """
-    Predicted survival of each prefix, the product of `sigmoid(logit / T)` up to each position (Eq. 7).
+    Predicted survival of each prefix, the product of `sigmoid(logit / T + b)` up to each position (Eq. 7).
 
     Args:
         logits (`torch.Tensor` or array of shape `[N, K]`): Confidence logits, before any temperature.
         temperatures (`Sequence[float]` of length K, *optional*): 1 everywhere if `None`.
+        offsets (`Sequence[float]` of length K, *optional*): 0 everywhere if `None`.
 
     Returns:
         `np.ndarray` of shape `[N, K]`, float64.
 
     Raises:
-        ValueError: there are not K positive temperatures.
+        ValueError: there are not K positive temperatures, or not K finite offsets.
     """
     logits = np.asarray(logits, dtype=np.float64)
     scale = np.ones(logits.shape[-1]) if temperatures is None else np.asarray(temperatures, dtype=np.float64)
     if scale.shape != logits.shape[-1:] or not (scale > 0).all():
         raise ValueError(f"{logits.shape[-1]} positive temperatures are needed, one a position, got {temperatures}")
-    return _sigmoid(logits / scale).cumprod(axis=-1)
+    shift = np.zeros(logits.shape[-1]) if offsets is None else np.asarray(offsets, dtype=np.float64)
+    if shift.shape != logits.shape[-1:] or not np.isfinite(shift).all():
+        raise ValueError(f"{logits.shape[-1]} finite offsets are needed, one a position, got {offsets}")
+    return _sigmoid(logits / scale + shift).cumprod(axis=-1)
 
 
 def prefix_labels(num_accepted: "Numbers", num_drafts: int) -> np.ndarray:
@@ -147,16 +159,36 @@ def fit_temperatures(logits: "Numbers", num_accepted: "Numbers", *, num_bins: in
     Raises:
         ValueError: Shapes or values do not fit; the message says which.
     """
+    return _fit(logits, num_accepted, num_bins, with_offsets=False)[0]
+
+
+def fit_scaling(
+    logits: "Numbers", num_accepted: "Numbers", *, num_bins: int = NUM_BINS
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """
+    Fits a temperature for each position, and an offset where no temperature makes it pass for calibrated.
+
+    Arguments, promises and errors are those of [`fit_temperatures`].
+
+    Returns:
+        `tuple[tuple[float, ...], tuple[float, ...]]`: K temperatures, and K offsets from -2 to 2, mostly 0.
+    """
+    return _fit(logits, num_accepted, num_bins, with_offsets=True)
+
+
+def _fit(
+    logits: "Numbers", num_accepted: "Numbers", num_bins: int, *, with_offsets: bool
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
     logits, survived = checked_rounds(logits, num_accepted)
     raw = prefix_survival(logits)
     limits = [expected_calibration_error(raw[:, k], survived[:, k], num_bins) for k in range(logits.shape[1])]
     left_alone: set[int] = set()
     while True:
-        temperatures, failed = _fit_once(logits, survived, limits, left_alone, num_bins)
+        found, failed = _fit_once(logits, survived, limits, left_alone, num_bins, with_offsets)
         if failed is None:
-            return tuple(temperatures)
-        # With all earlier positions at 1, a temperature of 1 is the raw product: so there is one, and this ends.
-        left_alone.add(max(k for k in range(failed) if temperatures[k] != 1))
+            return tuple(temperature for temperature, _ in found), tuple(offset for _, offset in found)
+        # With all earlier positions left alone, so may this one be: it is the raw product then, and this ends.
+        left_alone.add(max(k for k in range(failed) if found[k] != UNSCALED))
 
 
 def checked_rounds(logits: "Numbers", num_accepted: "Numbers") -> tuple[np.ndarray, np.ndarray]:
@@ -180,19 +212,24 @@ def checked_rounds(logits: "Numbers", num_accepted: "Numbers") -> tuple[np.ndarr
 
 
 def _fit_once(
-    logits: np.ndarray, survived: np.ndarray, limits: Sequence[float], left_alone: set[int], num_bins: int
-) -> tuple[list[float], int | None]:
+    logits: np.ndarray,
+    survived: np.ndarray,
+    limits: Sequence[float],
+    left_alone: set[int],
+    num_bins: int,
+    with_offsets: bool,
+) -> tuple[list[Scaling], int | None]:
     """Left to right; stops at the first position where nothing keeps within its limit and returns that too."""
-    temperatures: list[float] = []
+    scalings: list[Scaling] = []
     earlier = np.ones(len(logits))
     for k, limit in enumerate(limits):
         search = _Search(earlier, logits[:, k], survived[:, k], num_bins)
-        found = 1.0 if k in left_alone else search.best(limit)
+        found = UNSCALED if k in left_alone else search.best(limit, with_offsets)
         if search.error(found) > limit:
-            return temperatures, k
-        temperatures.append(found)
+            return scalings, k
+        scalings.append(found)
         earlier = search.predicted(found)
-    return temperatures, None
+    return scalings, None
 
 
 class _Search:
@@ -200,36 +237,51 @@ class _Search:
 
     def __init__(self, earlier: np.ndarray, logits: np.ndarray, survived: np.ndarray, num_bins: int):
         self.earlier, self.logits, self.survived, self.num_bins = earlier, logits, survived, num_bins
-        self.errors: dict[float, float] = {}
+        self.errors: dict[Scaling, float] = {}
 
-    def predicted(self, temperature: float) -> np.ndarray:
-        return self.earlier * _sigmoid(self.logits / temperature)
+    def predicted(self, scaling: Scaling) -> np.ndarray:
+        temperature, offset = scaling
+        return self.earlier * _sigmoid(self.logits / temperature + offset)
 
-    def error(self, temperature: float) -> float:
-        if temperature not in self.errors:
-            predicted = self.predicted(temperature)
-            self.errors[temperature] = expected_calibration_error(predicted, self.survived, self.num_bins)
-        return self.errors[temperature]
+    def error(self, scaling: Scaling) -> float:
+        if scaling not in self.errors:
+            predicted = self.predicted(scaling)
+            self.errors[scaling] = expected_calibration_error(predicted, self.survived, self.num_bins)
+        return self.errors[scaling]
 
-    def brier(self, temperature: float) -> float:
-        return brier_score(self.predicted(temperature), self.survived)
+    def brier(self, scaling: Scaling) -> float:
+        return brier_score(self.predicted(scaling), self.survived)
 
-    def best(self, limit: float) -> float:
-        """1 unless another is better beyond noise, then the steadiest of the best; above `limit` only if all are."""
-        noise_floor, raw = self.noise_floor(1.0), self.error(1.0)
-        if raw <= min(limit, CALIBRATED_FLOORS * noise_floor):
-            return 1.0
-        coarse = np.geomspace(MIN_TEMPERATURE, MAX_TEMPERATURE, COARSE_STEPS)
-        middle = int(np.argmin([self.error(float(t)) for t in coarse]))
+    def best(self, limit: float, with_offsets: bool) -> Scaling:
+        """Unscaled unless another is better beyond noise, then the steadiest of the best; no offset unless needed."""
+        if self.passes(UNSCALED, limit):
+            return UNSCALED
+        coarse = [float(t) for t in np.geomspace(MIN_TEMPERATURE, MAX_TEMPERATURE, COARSE_STEPS)]
+        middle = int(np.argmin([self.error((t, 0.0)) for t in coarse]))
         low, high = coarse[max(middle - 1, 0)], coarse[min(middle + 1, len(coarse) - 1)]
-        grid = {1.0, *map(float, coarse), *map(float, np.geomspace(low, high, FINE_STEPS))}
-        candidates = [t for t in sorted(grid) if self.brier(t) <= self.brier(1.0)]
-        lowest = min(map(self.error, candidates))
-        accepted = max(lowest, min(lowest + EQUAL_FLOORS * noise_floor, limit))
-        return 1.0 if raw <= accepted else min((t for t in candidates if self.error(t) <= accepted), key=self.brier)
+        grid = sorted({1.0, *coarse, *map(float, np.geomspace(low, high, FINE_STEPS))})
+        found = self.best_of([(t, 0.0) for t in grid], limit)
+        if with_offsets and not self.passes(found, limit):
+            offsets = np.linspace(-MAX_OFFSET, MAX_OFFSET, OFFSET_STEPS)
+            found = self.best_of([UNSCALED, *((t, float(b)) for t in [1.0, *coarse] for b in offsets)], limit)
+        return found
 
-    def noise_floor(self, temperature: float) -> float:
-        return ece_noise_floor(self.predicted(temperature), self.num_bins)
+    def best_of(self, scalings: Sequence[Scaling], limit: float) -> Scaling:
+        """Above `limit` only if all are."""
+        raw = self.brier(UNSCALED)
+        candidates = [scaling for scaling in scalings if self.brier(scaling) <= raw]
+        lowest = min(map(self.error, candidates))
+        accepted = max(lowest, min(lowest + EQUAL_FLOORS * self.noise_floor(), limit))
+        if self.error(UNSCALED) <= accepted:
+            return UNSCALED
+        return min((scaling for scaling in candidates if self.error(scaling) <= accepted), key=self.brier)
+
+    def passes(self, scaling: Scaling, limit: float) -> bool:
+        """Whether predictions pass for calibrated."""
+        return self.error(scaling) <= min(limit, CALIBRATED_FLOORS * self.noise_floor())
+
+    def noise_floor(self) -> float:
+        return ece_noise_floor(self.predicted(UNSCALED), self.num_bins)
 
 
 def _sigmoid(values: np.ndarray) -> np.ndarray:

@@ -41,9 +41,10 @@ EXAMPLES = {
     "Chinese": "请用三句话介绍一下北京。",
 }
 INTRO = """<div class="ds-intro"><h1>Speculative decoding, token by token</h1>
-<p>A big language model writes one token per step, and steps are slow. Here a small <b>drafter</b> guesses the next few
-tokens, and the big model checks the guesses in a single step: it keeps those it would have written itself and always
-adds one token of its own. The text is exactly the big model’s, in fewer steps. How to read it:</p>"""
+<p>A big language model writes a token (a word, or a part of one) per step, and steps are slow. Here a small
+<b>drafter</b> guesses the next few tokens, and the big model checks these drafts in a single step: it keeps them up to
+the first that it would not have written itself, and then adds one token of its own. The text is exactly the big
+model’s, in fewer steps. In the answer, <b>a step is some green tokens and the one after them</b>:</p>"""
 
 
 class Space:
@@ -148,7 +149,7 @@ class Space:
                 run = gr.Button("Run", variant="primary", elem_id="run", min_width=96, scale=0)
                 stop = gr.Button("Stop", elem_id="stop", min_width=96, scale=0)
                 compare = gr.Checkbox(
-                    label="Side by side with plain decoding (runs afterwards, so that each is timed alone)",
+                    label="Side by side with plain decoding, the big model alone (afterwards, so each is timed alone)",
                     elem_id="compare",
                     container=False,
                 )
@@ -182,7 +183,7 @@ class Space:
     def _settings(self, num_drafts: int) -> tuple[gr.Dropdown, gr.Slider, gr.Slider, gr.Number]:
         with gr.Accordion("Settings", open=False, elem_id="settings"), gr.Row():
             scheduler = gr.Dropdown(
-                choices(num_drafts), value=DEFAULT, label="Scheduler", info="how many guesses are checked each step"
+                choices(num_drafts), value=DEFAULT, label="Scheduler", info="how many drafts are checked each step"
             )
             temperature = gr.Slider(
                 0, MOST_TEMPERATURE, value=0, step=0.1, label="Temperature", info="0: the likeliest token, always"

@@ -22,6 +22,8 @@ def board_of(service: Service, rounds: Sequence[DecodingRound], *, context: int,
     """
     happened, num_drafts = service.ledger.snapshot(), service.pair.num_drafts
     running = max(happened.num_running, 1)
+    asked = service.engine.scheduler, happened.newest
+    expected = service.foresight.lengths(*asked, context=context, most_rows=most_rows)
     profiled, likely = [], []
     if (cost := service.engine.cost) is not None:
         table = cost.profile.to_sglang()
@@ -32,7 +34,7 @@ def board_of(service: Service, rounds: Sequence[DecodingRound], *, context: int,
         [
             charts.accepted_lengths([(r.num_accepted, len(r.committed_ids)) for r in rounds], most=num_drafts + 1),
             charts.verify_lengths(
-                happened.loads, num_running=happened.num_running, block_size=num_drafts, most_rows=most_rows
+                happened.loads, expected, num_running=happened.num_running, block_size=num_drafts, most_rows=most_rows
             ),
             charts.reliability(happened.bins),
             charts.step_rates(profiled, likely, happened.recent, num_running=happened.num_running),

@@ -115,21 +115,25 @@ def accepted_lengths(rounds: Sequence[tuple[int, int]], *, most: int) -> str:
     return figure(title, plot.svg(described), caption, figure_of=f"mean {means[-1]:.2f}")
 
 
-def verify_lengths(loads: Sequence[Load], *, num_running: int, block_size: int, most_rows: int) -> str:
+def verify_lengths(
+    loads: Sequence[Load], expected: Sequence[float], *, num_running: int, block_size: int, most_rows: int
+) -> str:
     """
     Drafts verified per answer and step, against the number of answers at once.
 
     Args:
         loads (`Sequence[Load]`): What occurred so far, all visitors together.
+        expected (`Sequence[float]`): What the newest drafts would get from the scheduler at 1, 2, ... answers at once;
+            empty if that is not known.
         num_running (`int`): Answers at once just now.
         block_size (`int`): K, the most that can be verified.
         most_rows (`int`): The most answers at once.
     """
     title = "Drafts checked, by load"
     caption = (
-        "Drafts checked per answer and step, by how many answers run at once. Open a second tab and watch: "
-        "where larger steps take longer, a busy machine checks fewer."
-    )
+        "Drafts checked per answer and step, by how many answers are written at once: open more tabs for more bars. "
+        "Dashed: what would be checked of the newest drafts at each load. "
+    ) + turning_point(expected)
     if not loads:
         return figure(title, empty("one bar for every load that occurs"), caption)
     plot = Plot((0.4, most_rows + 0.6), (0, block_size))
@@ -137,13 +141,31 @@ def verify_lengths(loads: Sequence[Load], *, num_running: int, block_size: int, 
     for load in loads:
         now = "now" if load.num_running == num_running else "then"
         plot.bar(load.num_running, 0, load.verify_length, 0.64, f"checked {now}")
-        plot.text(load.num_running, load.verify_length, f"{load.verify_length:.1f}", shift=(0, -4))
+    plot.line(enumerate(expected, start=1), "forecast")
+    for number, length in enumerate(expected, start=1):
+        plot.dot(number, length, 2.2, "forecast")
+    for load in loads:
+        beside = expected[load.num_running - 1] if load.num_running <= len(expected) else block_size
+        inside = 0 <= beside - load.verify_length < 0.17 * block_size and load.verify_length > 0.2 * block_size
+        plot.text(load.num_running, load.verify_length, f"{load.verify_length:.1f}", shift=(0, 12 if inside else -4))
     plot.name_axes("answers at once", "drafts")
     described = "; ".join(
         f"{load.num_running} at once: {load.verify_length:.1f} drafts per answer over {load.num_steps} steps"
         for load in loads
     )
+    if expected:
+        described += "; expected of the newest drafts: " + ", ".join(f"{length:.1f}" for length in expected)
     return figure(title, plot.svg(described), caption, figure_of=f"now: {num_running}")
+
+
+def turning_point(expected: Sequence[float]) -> str:
+    """In words, from which load on more answers at once mean fewer drafts each."""
+    if not expected or max(expected) - expected[-1] < 0.05:
+        return ""
+    most = max(range(len(expected)), key=lambda index: expected[index])
+    if most == 0:
+        return f"Now: the more answers, the fewer, from {expected[0]:.1f} to {expected[-1]:.1f}."
+    return f"Now: most at {most + 1} answers ({expected[most]:.1f}), fewer at {len(expected)} ({expected[-1]:.1f})."
 
 
 def reliability(bins: Sequence[Bin | None]) -> str:
@@ -153,7 +175,7 @@ def reliability(bins: Sequence[Bin | None]) -> str:
     Args:
         bins (`Sequence[Bin | None]` of length 5): By confidence.
     """
-    title = "Is it rightly confident?"
+    title = "Is confidence justified?"
     caption = (
         "Of drafts that the drafter was 80 % sure of, 80 % should be accepted: then dots lie on the diagonal. "
         "The numbers count drafts."

@@ -13,6 +13,7 @@ from hf_dspark.rounds import DecodingRound
 
 NUM_BINS = 5
 RECENT_STEPS = 256
+NEWEST_BLOCKS = 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,10 @@ class Bin:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Steps that served `num_running` answers at once: their number, and drafts verified per answer and step."""
+    """
+    Steps that served `num_running` answers at once: how many there were, and drafts verified per answer and step in
+    the newest [`RECENT_STEPS`] of them, so that prompts of long ago count no more.
+    """
 
     num_running: int
     num_steps: int
@@ -43,12 +47,14 @@ class Snapshot:
         loads (`tuple[Load, ...]`): By number of answers at once, ascending; only those that occurred.
         recent (`tuple[tuple[int, float], ...]`): `(batch tokens, seconds)` of recent steps, oldest first.
         num_running (`int`): Answers that the newest step served.
+        newest (`tuple[tuple[float, ...], ...]`): Confidences of the newest blocks of drafts, oldest first.
     """
 
     bins: tuple[Bin | None, ...]
     loads: tuple[Load, ...]
     recent: tuple[tuple[int, float], ...]
     num_running: int
+    newest: tuple[tuple[float, ...], ...] = ()
 
 
 class Ledger:
@@ -57,7 +63,8 @@ class Ledger:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._recent: deque[tuple[int, float]] = deque(maxlen=RECENT_STEPS)
-        self._loads: dict[int, list[int]] = {}  # answers at once -> [steps, drafts verified]
+        self._loads: dict[int, tuple[int, deque[int]]] = {}  # answers at once -> steps, drafts verified in recent ones
+        self._newest: deque[tuple[float, ...]] = deque(maxlen=NEWEST_BLOCKS)
         self._bins = [[0, 0.0, 0] for _ in range(NUM_BINS)]  # drafts, their confidences summed, accepted
         self._num_running = 0
 
@@ -68,9 +75,9 @@ class Ledger:
         with self._lock:
             self._num_running = step.num_running
             self._recent.append((step.batch_tokens, step.seconds))
-            load = self._loads.setdefault(step.num_running, [0, 0])
-            load[0] += 1
-            load[1] += step.num_drafts_verified
+            count, verified = self._loads.get(step.num_running, (0, deque(maxlen=RECENT_STEPS)))
+            verified.append(step.num_drafts_verified)
+            self._loads[step.num_running] = count + 1, verified
 
     def add_round(self, decoding_round: DecodingRound) -> None:
         """
@@ -79,6 +86,8 @@ class Ledger:
         """
         reached = min(decoding_round.num_accepted + 1, decoding_round.verify_length)
         with self._lock:
+            if decoding_round.confidence:
+                self._newest.append(decoding_round.confidence)
             for position, confidence in enumerate(decoding_round.confidence[:reached]):
                 entry = self._bins[min(int(confidence * NUM_BINS), NUM_BINS - 1)]
                 entry[0] += 1
@@ -93,7 +102,7 @@ class Ledger:
                 for count, total, accepted in self._bins
             )
             loads = tuple(
-                Load(running, steps, drafts / steps / running)
-                for running, (steps, drafts) in sorted(self._loads.items())
+                Load(running, count, sum(verified) / len(verified) / running)
+                for running, (count, verified) in sorted(self._loads.items())
             )
-            return Snapshot(bins, loads, tuple(self._recent), self._num_running)
+            return Snapshot(bins, loads, tuple(self._recent), self._num_running, tuple(self._newest))

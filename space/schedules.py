@@ -18,7 +18,7 @@ def choices(num_drafts: int, *, confidence: bool = True) -> list[tuple[str, str]
         num_drafts (`int`): K of the drafter.
         confidence (`bool`, *optional*): Whether it has a confidence head.
     """
-    listed = [("auto: what pays on this machine, right now", DEFAULT)]
+    listed = [("auto: what pays here, now", DEFAULT)]
     listed += [("fixed: no drafts (plain decoding)", "fixed:0")]
     listed += [(f"fixed: {k} draft{'s' * (k > 1)} a round", f"fixed:{k}") for k in range(1, num_drafts + 1)]
     if confidence:

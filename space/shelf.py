@@ -11,10 +11,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from foresight import Foresight
 from hf_dspark import DSparkEngine
 from hf_dspark.chats import prompt_ids
 from ledger import Ledger
@@ -30,11 +31,12 @@ Say = Callable[[str], None]
 
 @dataclass(slots=True, eq=False)
 class Service:
-    """An engine at work, what happened on it, and how many visits use it."""
+    """An engine at work, what happened on it and is expected of it, and how many visits use it."""
 
     pair: Pair
     engine: DSparkEngine
     ledger: Ledger
+    foresight: Foresight = field(default_factory=Foresight)
     users: int = 0
     used_at: float = 0.0
 

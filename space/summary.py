@@ -46,13 +46,13 @@ def run_summary(measured: Measured, rounds: Sequence[DecodingRound]) -> str:
     steps = _count(len(rounds), "step")
     if not verified:
         return (
-            f"{_count(count, 'token')}: the first came with the prompt, the other {kept} took {steps} of the big "
-            "model, one each. No draft was checked: the scheduler did not expect any to pay."
+            f"{_count(count, 'token')}: the first came with reading the prompt, the other {kept} took {steps} of the "
+            "big model, one each. No draft was checked: the scheduler did not expect any to pay."
         )
     return (
-        f"{_count(count, 'token')}: the first came with the prompt, the other {kept} took {steps} of the big model, "
-        f"{stats.accepted_length:.1f} tokens per step instead of 1. {accepted} of {_count(verified, 'checked draft')} "
-        f"{'was' if accepted == 1 else 'were'} accepted."
+        f"{_count(count, 'token')}: the first came with reading the prompt, the other {kept} took {steps} of the big "
+        f"model, where it alone would have taken {kept}: {stats.accepted_length:.1f} tokens per step. Of "
+        f"{_count(verified, 'checked draft')} it accepted {accepted}."
     )
 
 

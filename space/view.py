@@ -27,10 +27,10 @@ MOST_QUESTION_CHARACTERS = 400
 
 CLASSES = {"target": "t", "accepted": "a", "correction": "c", "bonus": "b"}
 LEGEND = (
-    ("a", "accepted draft", "a right guess; the surer, the stronger"),
-    ("c", "correction", "the big model’s token for a wrong guess"),
-    ("b", "bonus", "the big model’s token on top of right guesses"),
-    ("t", "no draft", "the big model alone"),
+    ("a", "accepted draft", "a right guess of the drafter; stronger where it was surer"),
+    ("c", "correction", "the big model’s token in place of a wrong guess; the step ends"),
+    ("b", "bonus", "the big model’s token after guesses that were all right; the step ends"),
+    ("t", "no draft", "a step of the big model alone, without guesses"),
 )
 
 
@@ -114,12 +114,12 @@ def describe(span: Span, decoding_round: DecodingRound, number: int, *, rejected
         number (`int`): Number of that round within the answer, from 1.
         rejected (`str`, *optional*): The text of the rejected drafts that a correction replaced.
     """
-    checked = f"{_drafts(decoding_round.verify_length)} checked · round {number}"
+    checked = f"step {number}, {_drafts(decoding_round.verify_length)} checked"
     if span.position is not None:
         parts = [f"draft {span.position}, {span.kind}"]
         if span.confidence is not None:
             survival = math.prod(decoding_round.confidence[: span.position])
-            parts += [f"confidence {span.confidence:.2f}", f"survival {survival:.2f}"]
+            parts += [f"confidence {span.confidence:.2f} in this one", f"survival {survival:.2f}, of all up to it"]
         return " · ".join([*parts, checked])
     if span.kind == "correction":
         instead = f" instead of “{rejected}”" if rejected else ""
@@ -164,7 +164,7 @@ def legend_html() -> str:
     )
     return (
         f'<ul class="ds-legend">{entries}<li><s class="sample">rejected draft</s> '
-        "a wrong guess; it fades and never gets into the text</li></ul>"
+        "a wrong guess, and those after it; they fade and never get into the text</li></ul>"
     )
 
 

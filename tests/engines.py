@@ -1,5 +1,7 @@
 """What tests of the engine share: prompts, plain texts, and drafters that know them."""
 
+from weakref import WeakKeyDictionary
+
 import torch
 from transformers import PreTrainedModel
 
@@ -7,6 +9,7 @@ from hf_dspark import DSparkDrafter
 from tests.drafters import scripted
 from tests.tiny import PAD_ID, VOCAB_SIZE
 
+_PLAIN: WeakKeyDictionary[PreTrainedModel, dict] = WeakKeyDictionary()
 LENGTHS = (4, 9, 1, 17, 33, 2, 5, 40, 8, 3)
 
 
@@ -17,8 +20,17 @@ def prompts(lengths=LENGTHS, *, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> 
 
 
 def plain(target: PreTrainedModel, prompt: torch.Tensor, **options) -> torch.Tensor:
-    """What plain `generate` makes of one prompt, `[1, S + new]`; greedy unless `options` say otherwise."""
-    return target.generate(prompt[None], **{"do_sample": False, "max_new_tokens": 16} | options)
+    """
+    What plain `generate` makes of one prompt, `[1, S + new]`; greedy unless `options` say otherwise. Greedy texts of
+    plain settings are made once, as the tiny targets stay as they are.
+    """
+    options = {"do_sample": False, "max_new_tokens": 16} | options
+    if options["do_sample"] or any(not isinstance(value, (int, float, list)) for value in options.values()):
+        return target.generate(prompt[None], **options)
+    texts, key = _PLAIN.setdefault(target, {}), (tuple(prompt.tolist()), repr(sorted(options.items())))
+    if key not in texts:
+        texts[key] = target.generate(prompt[None], **options)
+    return texts[key].clone()
 
 
 def knowing(drafter: DSparkDrafter, texts: list[torch.Tensor], right: int = 3) -> DSparkDrafter:

@@ -337,6 +337,10 @@ class TableProfile:
         seconds = self._seconds[entries] + self._draft_seconds * drafted
         return seconds if isinstance(batch_tokens, np.ndarray) else float(seconds)
 
+    def draft_seconds(self, num_requests, context=None):
+        """Seconds of drafting, the same for any number of rows."""
+        return self._draft_seconds
+
 
 class Recorded(Scheduler):
     """

@@ -55,11 +55,13 @@ def prompts(lengths=(3, 9, 5, 4, 12, 7) * 2):
     return [torch.randint(3, 64, (length,), generator=generator).tolist() for length in lengths]
 
 
-def report(mode="greedy", num_drafts=4, seed=0, num_rounds=400):
+def report(mode="greedy", num_drafts=4, seed=0, num_rounds=400, offsets=None):
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(num_rounds, num_drafts, generator=generator)
     accepted = (torch.rand(num_rounds, num_drafts, generator=generator) < logits.sigmoid()).cumprod(1).sum(1)
-    return CalibrationReport.of_rounds(logits, accepted, temperatures=[1.5] * num_drafts, mode=mode, dataset="made up")
+    return CalibrationReport.of_rounds(
+        logits, accepted, temperatures=[1.5] * num_drafts, offsets=offsets, mode=mode, dataset="made up"
+    )
 
 
 def test_calibration_stores_temperatures_and_where_they_come_from_and_a_reload_gives_the_same(
@@ -86,6 +88,26 @@ def test_calibration_stores_temperatures_and_where_they_come_from_and_a_reload_g
     assert loaded.config.confidence_calibration == config.confidence_calibration
 
 
+def test_offsets_are_stored_for_their_mode_and_go_with_the_next_calibration(drafter, tmp_path):
+    offsets = [-0.5, 0.0, 0.25, 0.0]
+    store_calibration(drafter, report("sampling", offsets=offsets))
+    store_calibration(drafter, report("greedy"))
+    assert drafter.config.confidence_offsets == {"sampling": offsets}
+    assert drafter.config.confidence_scaling("sampling") == ([1.5] * 4, offsets)
+    assert drafter.config.confidence_scaling("greedy") == ([1.5] * 4, [0.0] * 4)
+    drafter.save_pretrained(tmp_path)
+    assert DSparkDrafter.from_pretrained(tmp_path).config.confidence_offsets == {"sampling": offsets}
+    load_sglang(drafter, {"temperatures": [1.0] * 4}, mode="sampling")
+    assert drafter.config.confidence_offsets is None
+
+
+def test_a_report_of_before_there_were_offsets_is_read():
+    found = report()
+    values = found.to_dict()
+    assert list(values.pop("offsets")) == [0.0] * 4
+    assert CalibrationReport.from_dict(values) == found
+
+
 def test_calibration_changes_neither_the_text_nor_the_weights(target, drafter):
     inputs = left_padded([4, 9])
     weights = {name: value.clone() for name, value in drafter.state_dict().items()}
@@ -98,20 +120,22 @@ def test_calibration_changes_neither_the_text_nor_the_weights(target, drafter):
 
 
 @pytest.mark.parametrize("mode", ["greedy", "sampling"])
-def test_a_temperature_divides_the_logit_of_every_confidence(target, mode):
+def test_a_temperature_divides_the_logit_of_every_confidence_and_an_offset_is_added(target, mode):
     raw, inputs = tiny_drafter(target, block_size=4), left_padded([4, 9])
     temperatures = [0.5, 2.0, 1.0, 4.0]
     other = {"greedy": "sampling", "sampling": "greedy"}[mode]
     scaled = raw.with_options()
     scaled.config = copy.deepcopy(raw.config)
     scaled.config.confidence_temperatures = {mode: temperatures, other: [9.0] * 4}
+    offsets = [0.25, 0.0, -0.5, 0.0]
+    scaled.config.confidence_offsets = {mode: offsets, other: [9.0] * 4}
 
     def confidences(drafter):
         torch.manual_seed(0)
         rounds = generate(target, inputs, drafter, max_new_tokens=16, do_sample=mode == "sampling").rounds
         return torch.tensor([r.confidence for r in rounds if len(r.confidence) == 4], dtype=torch.float64)
 
-    expected = (confidences(raw).logit() / torch.tensor(temperatures)).sigmoid()
+    expected = (confidences(raw).logit() / torch.tensor(temperatures) + torch.tensor(offsets)).sigmoid()
     torch.testing.assert_close(confidences(scaled), expected, atol=1e-5, rtol=1e-4)
     again = confidences(raw_view(scaled))
     assert torch.equal(again, confidences(raw))
@@ -179,9 +203,9 @@ def test_an_error_while_decoding_or_fitting_leaves_the_drafter_as_it_was(target,
         calls.append(len(logits))
         if len(calls) == 2:
             raise RuntimeError("the second mode")
-        return (2.0,) * 4
+        return (2.0,) * 4, (0.0,) * 4
 
-    monkeypatch.setattr("hf_dspark.calibration.fit_temperatures", failing)
+    monkeypatch.setattr("hf_dspark.calibration.fit_scaling", failing)
     with pytest.raises(RuntimeError, match="the second mode"):
         calibrate(target, drafter, prompts(), **OPTIONS)
     with pytest.raises(ValueError):

@@ -14,6 +14,8 @@ from hf_dspark.cli.convert import add_convert_command
 from hf_dspark.cli.inspect import add_inspect_command
 
 from . import foreign
+from .drafters import AUTOREGRESSIVE, tiny_drafter
+from .tiny import tiny_target
 
 DATA = Path(__file__).with_name("data")
 
@@ -68,6 +70,45 @@ def test_what_is_no_drafter_is_refused_in_one_line(capsys):
             run(*command)
         assert stopped.value.code == 2
         assert "language model" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (
+            {},
+            (
+                "hf_dspark, autoregressive",
+                "autoregressive (EAGLE-3-style)",
+                "5 drafts a round, a pass each",
+                "64 (the",
+            ),
+        ),
+        ({"block_size": 1, "draft_vocab_size": 20}, ("(MTP-1)", "1 draft a round", "20 of 64, with an LM head")),
+    ],
+    ids=["EAGLE-3-style", "MTP-1"],
+)
+def test_an_autoregressive_drafter_is_described_and_not_converted(capsys, tmp_path, fields, said):
+    drafter = tiny_drafter(tiny_target("qwen3"), **AUTOREGRESSIVE | fields)
+    drafter.save_pretrained(tmp_path / "saved")
+    assert run("inspect", tmp_path / "saved") == 0
+    text = capsys.readouterr().out
+    size = sum(tensor.numel() for tensor in drafter.state_dict().values())
+    assert all(part in text for part in (*said, "[0, 1] (0-based", f"{4 * size / 2**20:,.1f} MiB as float32")), text
+    for layout in ("native", "deepspec", "speculators"):
+        with pytest.raises(SystemExit):
+            run("convert", tmp_path / "saved", tmp_path / "out", "--to", layout)
+        assert "no other engine's layout is written for" in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "out").exists()
+
+
+def test_tensors_that_an_autoregressive_drafter_lacks_are_named(capsys, tmp_path):
+    tiny_drafter(tiny_target("qwen3"), **AUTOREGRESSIVE).save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"draft_vocab_size": 20}))
+    with pytest.raises(SystemExit):
+        run("inspect", tmp_path)
+    assert "lm_head.weight [20, 32] is missing" in capsys.readouterr().err
 
 
 def test_convert_writes_a_folder_and_says_so(capsys, tmp_path):

@@ -49,6 +49,7 @@ def recipe(tmp_path):
     return path
 
 
+@pytest.mark.filterwarnings("error:'pin_memory'")
 def test_it_trains_a_drafter_that_generate_takes(recipe, tmp_path, capsys):
     assert main(recipe) == 0
     printed = capsys.readouterr().out

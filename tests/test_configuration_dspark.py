@@ -51,6 +51,9 @@ def test_layout_a_drafts_the_whole_block_and_layout_b_one_less():
         ({"confidence_temperatures": {"warm": [1.0] * 4}}, "'greedy' and 'sampling'"),
         ({"confidence_temperatures": {"greedy": [1.0, 1.0, 0.0, 1.0]}}, "4 positive numbers"),
         ({"confidence_temperatures": {"greedy": [1.0, 1.0, float("nan"), 1.0]}}, "4 positive numbers"),
+        ({"confidence_offsets": {"greedy": [0.0]}}, "4 finite numbers"),
+        ({"confidence_offsets": {"greedy": [0.0, 0.0, float("inf"), 0.0]}}, "4 finite numbers"),
+        ({"confidence_offsets": {"warm": [0.0] * 4}}, "'greedy' and 'sampling'"),
         ({"confidence_calibration": {"warm": CALIBRATION}}, "'greedy' and 'sampling'"),
         ({"confidence_calibration": {"greedy": {"dataset": "made up"}}}, "lacks .*'num_rounds'"),
         ({"confidence_calibration": {"greedy": CALIBRATION | {"ece_after": [0.01]}}}, "4 numbers from 0 to"),
@@ -77,6 +80,7 @@ def test_a_config_survives_saving_and_loading(tmp_path):
     saved = config(
         markov_head_type="gated",
         confidence_temperatures=temperatures,
+        confidence_offsets={"greedy": [0.0, -0.5, 0.0, 0.0]},
         confidence_calibration={"greedy": CALIBRATION},
         draft_top_k=8,
     )

@@ -6,6 +6,7 @@ from hf_dspark.formats.detect import UnknownLayout, detect
 
 LAYOUTS = {
     "native": {"model_type": "dspark"},
+    "autoregressive": {"model_type": "dspark_autoregressive"},
     "deepspec": {"model_type": "qwen3", "architectures": ["Qwen3DSparkModel"]},
     "deepspec, Gemma4": {"model_type": "gemma4_unified_text", "architectures": ["Gemma4DSparkModel"]},
     "speculators": {"speculators_model_type": "dspark", "architectures": ["DSparkDraftModel"]},
@@ -35,7 +36,6 @@ REFUSED = {
     "another speculators kind": ({"speculators_model_type": "eagle3"}, "eagle3.*vllm serve"),
     "EAGLE": ({"architectures": ["LlamaForCausalLMEagle3"]}, "EAGLE"),
     "transformers' own": ({"model_type": "muse_glimmer_assistant"}, "transformers"),
-    "an autoregressive drafter": ({"model_type": "dspark_autoregressive"}, "AutoregressiveDrafter"),
     "two layouts at once": (
         {"speculators_model_type": "dspark", "dflash_config": {"projector_type": "dspark"}},
         "contradicts itself.*speculators_model_type.*dflash_config",

@@ -9,8 +9,11 @@ import torch
 from hf_dspark import DSparkConfig, DSparkDrafter
 from hf_dspark.calibration import save_calibration
 from hf_dspark.formats.fields import default_layer_ids
+from hf_dspark.formats.loading import load_drafter
 
 from . import foreign
+from .drafters import AUTOREGRESSIVE, tiny_drafter
+from .tiny import tiny_target
 
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
 SPECULATORS_SLIDING = {"layer_types": SLIDING["layer_types"], "sliding_window": 3, "use_sliding_window": True}
@@ -169,6 +172,19 @@ def test_config_and_tensors_that_contradict_each_other_are_refused_by_name(tmp_p
     (folder / "config.json").write_text(json.dumps(fields | theirs))
     with pytest.raises(ValueError, match=said):
         DSparkDrafter.from_pretrained(folder)
+
+
+def test_an_autoregressive_drafter_is_no_parallel_one_and_the_general_loader_takes_both(tmp_path):
+    target = tiny_target("qwen3")
+    for name, fields in (("parallel", {}), ("autoregressive", AUTOREGRESSIVE)):
+        drafter = tiny_drafter(target, **fields)
+        drafter.save_pretrained(tmp_path / name)
+        loaded = load_drafter(tmp_path / name, dtype=torch.bfloat16)
+        assert type(loaded) is type(drafter) and loaded.dtype == torch.bfloat16
+        assert loaded.state_dict().keys() == drafter.state_dict().keys()
+    for read in (DSparkDrafter.from_pretrained, DSparkConfig.from_pretrained):
+        with pytest.raises(ValueError, match="load it with hf_dspark.AutoregressiveDrafter"):
+            read(tmp_path / "autoregressive")
 
 
 def test_dtype_device_map_attention_and_config_fields_are_honoured(tmp_path):

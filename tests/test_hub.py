@@ -1,7 +1,10 @@
 """Publishing: one commit or nothing, with the missing right named; the folder holds the drafter and its card alone."""
 
+import base64
 import http.server
 import json
+import os
+import subprocess
 import sys
 import threading
 
@@ -16,19 +19,24 @@ from hf_dspark.hub import PublishError, publish, publishable_folder
 from tests.drafters import AUTOREGRESSIVE, generate, left_padded, tiny_drafter
 from tests.tiny import tiny_target
 
+COMMIT = "a" * 40
+
 
 class StubHub(http.server.BaseHTTPRequestHandler):
-    """The Hub's HTTP API, as far as publishing small files needs it; notes what it was asked."""
+    """The Hub's HTTP API, as far as publishing and loading small files needs it; notes what it was asked."""
 
-    def answer(self, status, body=None, code=None):
-        data = json.dumps(body or {}).encode()
+    def answer(self, status, body=None, code=None, **headers):
+        data = body if isinstance(body, bytes) else json.dumps(body or {}).encode()
         self.send_response(status)
         if code:
-            self.send_header("X-Error-Code", code)
+            headers["X-Error-Code"] = code
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        self.wfile.write(data)
+        if self.command != "HEAD":
+            self.wfile.write(data)
 
     def log_message(self, *args):
         pass
@@ -39,8 +47,18 @@ class StubHub(http.server.BaseHTTPRequestHandler):
     def body(self):
         return self.rfile.read(int(self.headers.get("Content-Length") or 0))
 
+    def do_HEAD(self):
+        self.do_GET()
+
     def do_GET(self):
         hub = self.server
+        hub.gets.append(self.path)
+        if "/resolve/" in self.path:
+            name, _, place = self.path.strip("/").partition("/resolve/")
+            content = hub.repos.get(name, {}).get(place.partition("/")[2])
+            if content is None:
+                return self.answer(404, code="EntryNotFound" if name in hub.repos else "RepoNotFound")
+            return self.answer(200, content, X_Repo_Commit=COMMIT, ETag=f'"{place.replace("/", "-")}"')
         if self.headers.get("Authorization") not in ("Bearer hf_write", "Bearer hf_read"):
             return self.answer(401, {"error": "Invalid credentials"})
         if self.path.startswith("/api/whoami"):
@@ -70,11 +88,12 @@ class StubHub(http.server.BaseHTTPRequestHandler):
             return self.answer(200, {"files": files})
         if "/commit/" in self.path:
             if hub.broken:
-                return self.answer(500, {"error": "Internal error"})
+                return self.answer(400, {"error": "Bad request"})  # the client tries again at what is the Hub's fault
             lines = [json.loads(line) for line in body.decode().splitlines()]
-            hub.repos[name] = {line["value"]["path"] for line in lines if line["key"] == "file"}
-            url = f"{self.url()}/{name}/commit/{'a' * 40}"
-            return self.answer(200, {"success": True, "commitOid": "a" * 40, "commitUrl": url})
+            files = [line["value"] for line in lines if line["key"] == "file"]
+            hub.repos[name] = {file["path"]: base64.b64decode(file["content"]) for file in files}
+            url = f"{self.url()}/{name}/commit/{COMMIT}"
+            return self.answer(200, {"success": True, "commitOid": COMMIT, "commitUrl": url})
         return self.answer(200)
 
     def do_DELETE(self):
@@ -86,7 +105,7 @@ class StubHub(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def hub(monkeypatch):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), StubHub)
-    server.repos, server.posts, server.broken = {}, [], False
+    server.repos, server.posts, server.gets, server.broken = {}, [], [], False
     threading.Thread(target=server.serve_forever, daemon=True).start()
     server.api = HfApi(endpoint=f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setattr("hf_dspark.hub.HfApi", lambda **kwargs: server.api)
@@ -106,7 +125,7 @@ def folder(tmp_path):
 def test_a_drafter_is_published_in_one_commit_with_its_card(hub):
     url = tiny_drafter(tiny_target("qwen3")).push_to_hub("me/drafter", token="hf_write", private=True)
     assert "/me/drafter/commit/" in url
-    assert hub.repos == {"me/drafter": {"README.md", "config.json", "model.safetensors"}}
+    assert hub.repos["me/drafter"].keys() == {"README.md", "config.json", "model.safetensors"}
     assert sum("/commit/" in path for path in hub.posts) == 1
 
 
@@ -136,10 +155,10 @@ def test_a_commit_that_fails_takes_back_the_repository_that_was_made_for_it(hub,
     with pytest.raises(PublishError, match="nothing was published"):
         publish(folder, "me/new", token="hf_write")
     assert hub.repos == {}
-    hub.repos["me/old"] = {"README.md"}
+    hub.repos["me/old"] = {"README.md": b"old"}
     with pytest.raises(PublishError):
         publish(folder, "me/old", token="hf_write")
-    assert hub.repos == {"me/old": {"README.md"}}
+    assert hub.repos == {"me/old": {"README.md": b"old"}}
 
 
 def test_offline_and_unreachable_are_told_apart_from_rights(hub, folder, monkeypatch):
@@ -196,9 +215,45 @@ def test_remote_code_loads_through_the_auto_classes_and_drafts_the_same(tmp_path
     assert [r.draft_ids for r in output.rounds] == [r.draft_ids for r in expected.rounds]
 
 
-def test_remote_code_without_the_package_says_what_to_install(folder, tmp_path, monkeypatch):
-    written = publishable_folder(folder, tmp_path / "out", "# Card\n", remote_code=True)
-    monkeypatch.setitem(sys.modules, "hf_dspark", None)
-    code = compile((written / "modeling_hf_dspark.py").read_text(), "modeling_hf_dspark.py", "exec")
-    with pytest.raises(ImportError, match="pip install hf-dspark"):
-        exec(code, {"__name__": "remote"})
+NEWCOMER = """
+import sys, urllib.request
+import huggingface_hub.constants
+from transformers import AutoModel
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "hf_dspark":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+def load():
+    return AutoModel.from_pretrained("me/drafter", trust_remote_code=True)
+
+sys.meta_path.insert(0, Missing())
+try:
+    load()
+except ImportError as error:
+    print("refused:", error)
+del sys.meta_path[0]
+print("online:", type(load()).__mro__[1].__module__)
+urllib.request.urlopen(huggingface_hub.constants.ENDPOINT + "/me/drafter/resolve/main/config.json").read()
+huggingface_hub.constants.HF_HUB_OFFLINE = True
+print("offline:", sum(tensor.double().sum().item() for tensor in load().state_dict().values()))
+"""
+
+
+def test_a_fresh_process_says_what_to_install_then_loads_and_loads_again_offline(hub, folder, tmp_path):
+    """Published to the stub, and loaded from it with `trust_remote_code`, first without the package."""
+    publish(publishable_folder(folder, tmp_path / "out", "# Card\n", remote_code=True), "me/drafter", token="hf_write")
+    hub.gets.clear()
+    own = {"HF_ENDPOINT": hub.api.endpoint, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
+    child = subprocess.run(
+        [sys.executable, "-c", NEWCOMER], env=os.environ | own, capture_output=True, text=True, timeout=120
+    )
+    assert child.returncode == 0, child.stderr
+    said = dict(line.split(": ", 1) for line in child.stdout.splitlines())
+    assert said["refused"] == "this drafter needs the package hf_dspark: pip install hf-dspark"
+    assert said["online"] == "hf_dspark.modeling_dspark"
+    sums = (tensor.double().sum().item() for tensor in DSparkDrafter.from_pretrained(folder).state_dict().values())
+    assert float(said["offline"]) == pytest.approx(sum(sums), abs=1e-9)
+    assert "/me/drafter/resolve/main/model.safetensors" in hub.gets
+    assert hub.gets[-1] == "/me/drafter/resolve/main/config.json", "the script's own request: none came after it"

@@ -1,6 +1,7 @@
 """The card tells what was measured, and says of everything else that it was not."""
 
 import json
+import sys
 
 import pytest
 from huggingface_hub import ModelCard
@@ -12,9 +13,9 @@ from hf_dspark.evaluation_figures import SetFigures
 from hf_dspark.model_card import CardFigures, model_card
 from hf_dspark.recorded_answers import RecordedAnswer
 from hf_dspark.rounds import DecodingRound
-from hf_dspark.sps_profile import SPSProfile, VerifyPoint
+from hf_dspark.sps_profile import DraftPoint, SPSProfile, VerifyPoint
 from hf_dspark.target import target_fingerprint
-from tests.drafters import tiny_drafter
+from tests.drafters import AUTOREGRESSIVE, tiny_drafter
 from tests.tiny import tiny_target
 
 CALIBRATION = {
@@ -67,9 +68,10 @@ def figures_of(name, dataset="math500"):
     )
 
 
-def profile():
+def profile(block_size=5, **description):
     points = [VerifyPoint(size, 1, 128, (0.01 * size,) * 3) for size in (1, 2, 4, 8)]
-    return SPSProfile(5, points, description={"target_devices": {"": "Test CPU"}, "target_dtype": "float32"})
+    known = {"target_devices": {"": "Test CPU"}, "target_dtype": "float32", "threads": 2} | description
+    return SPSProfile(block_size, points, [DraftPoint(1, 128, (0.005,) * 3)], description=known)
 
 
 def test_the_metadata_name_the_target_the_library_and_the_tags():
@@ -99,7 +101,7 @@ def test_measured_figures_are_in_the_card():
     figures = CardFigures(
         evaluation=Evaluation({"dtype": "bfloat16", "device": "Test CPU", "max_new_tokens": 96}, (figures_of("a"),)),
         sps_profile=profile(),
-        has_sps_picture=True,
+        has_sps_files=True,
         memory=own.memory_report(target),
         data="Answers to 2,000 prompts.",
         recipe="learning_rate: 0.001\n",
@@ -107,7 +109,8 @@ def test_measured_figures_are_in_the_card():
     text = model_card(own.config, "me/drafter", figures)
     assert "| math500 |" in text and "3.50" in text  # accepted length: 0 to 5 drafts, and the target's token
     assert "| gsm8k (fitted on) | 0 | 1,234 | 2.00 | 1.00 |" in text
-    assert "verifying 1 token 10.0 ms, 6 tokens 60.0 ms" in text and "![Step times](sps.png)" in text
+    assert "On Test CPU, 2 CPU threads, float32, 128 cached tokens a row" in text and "![Step times](sps.png)" in text
+    assert "| 1 | 10.0 | 15.0 | 66.7 |\n| 2 | 20.0 | 25.0 | 40.0 |" in text and "`dspark_sps.json`" in text
     assert "cache, 1k tokens of a row" in text and "learning_rate: 0.001" in text
     assert "Answers to 2,000 prompts." in text and "2,048 tokens" in text and "without thinking" in text
 
@@ -162,3 +165,64 @@ def test_the_command_refuses_what_it_cannot_publish(tmp_path, capsys):
         with pytest.raises(SystemExit):
             run(argv)
         assert words in capsys.readouterr().err
+
+
+def test_step_times_are_published_as_a_table_a_picture_and_for_sglang(tmp_path):
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'hf-dspark[plot]'")
+    drafter().save_pretrained(tmp_path / "saved")
+    profile(target_fingerprint=target_fingerprint(tiny_target("qwen3"))).save(tmp_path / "sps.json")
+    argv = [tmp_path / "saved", "--repo", "me/drafter", "--dry-run", "--output", tmp_path / "out"]
+    assert run([*argv, "--sps", tmp_path / "sps.json"]) == 0
+    assert (tmp_path / "out" / "sps.png").read_bytes().startswith(b"\x89PNG")
+    table = json.loads((tmp_path / "out" / "dspark_sps.json").read_text())
+    assert table == profile().to_sglang() and table["sample_batch_tokens"] == [1, 2, 4, 8]
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert "On Test CPU" in text and "| 8 | 80.0 |" in text and "](sps.png)" in text
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (lambda path: path.write_text("{}"), "is not an SPS profile of hf_dspark"),
+        (lambda path: None, "No such file"),
+        (lambda path: profile(block_size=7).save(path), "7 drafts a round, but this drafter has 5"),
+        (lambda path: profile(target_fingerprint="0" * 16).save(path), "another target"),
+    ],
+    ids=["no profile", "no file", "of other blocks", "of another target"],
+)
+def test_step_times_that_are_not_this_drafters_are_refused_before_anything_is_written(tmp_path, capsys, bad, words):
+    drafter().save_pretrained(tmp_path / "saved")
+    bad(tmp_path / "sps.json")
+    argv = [tmp_path / "saved", "--repo", "me/drafter", "--dry-run", "--output", tmp_path / "out"]
+    with pytest.raises(SystemExit):
+        run([*argv, "--sps", tmp_path / "sps.json"])
+    assert words in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_a_picture_that_cannot_be_drawn_is_told_before_anything_is_written(tmp_path, capsys, monkeypatch):
+    drafter().save_pretrained(tmp_path / "saved")
+    profile().save(tmp_path / "sps.json")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(SystemExit):
+        run(
+            [
+                tmp_path / "saved",
+                "--repo",
+                "me/x",
+                "--dry-run",
+                "--output",
+                tmp_path / "out",
+                "--sps",
+                tmp_path / "sps.json",
+            ]
+        )
+    assert "hf-dspark[plot]" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("block_size", "words"), [(1, "MTP-1"), (4, "EAGLE-3-style")])
+def test_the_card_of_an_autoregressive_drafter_loads_it_and_promises_no_other_server(block_size, words):
+    own = tiny_drafter(tiny_target("qwen3"), **AUTOREGRESSIVE | {"block_size": block_size})
+    text = model_card(own.config, "me/drafter")
+    assert f"# Autoregressive ({words}) drafter for" in text
+    assert "hf_dspark.AutoregressiveDrafter.from_pretrained('me/drafter'" in text
+    assert text.count("Does not read this kind of drafter") == 3 and "hf-dspark convert" not in text

@@ -9,6 +9,7 @@ from hf_dspark import ConfidenceThreshold, FixedLength, calibrate, profile_sps
 from hf_dspark.configuration_autoregressive import AutoregressiveConfig
 from hf_dspark.modeling_autoregressive import AutoregressiveDrafter
 from hf_dspark.target import TargetView
+from hf_dspark.training.blocks import draft_blocks
 from tests.drafters import AUTOREGRESSIVE, assert_drafted, generate, left_padded, tiny_drafter
 from tests.test_drafting import slow_steps, texts_before
 from tests.tiny import tiny_target
@@ -29,8 +30,7 @@ def features_of(view, input_ids):
 
 def blocks(view, input_ids, anchors):
     with torch.no_grad():
-        features = features_of(view, input_ids)
-        return view.drafter.draft_training_blocks(view, features, input_ids, torch.tensor(anchors))
+        return draft_blocks(view, features_of(view, input_ids), input_ids, torch.tensor(anchors))
 
 
 # ------------------------------------------------------------------------------------------------------ training
@@ -77,9 +77,9 @@ def test_a_block_sees_no_state_of_the_target_from_its_anchor_on_and_no_other_blo
     spoilt = SimpleNamespace(context=features.context.clone())
     spoilt.context[6:] = 9.0
     with torch.no_grad():
-        ours, _ = view.drafter.draft_training_blocks(view, features, input_ids, torch.tensor([2, 6, 8]))
-        alone, _ = view.drafter.draft_training_blocks(view, features, input_ids, torch.tensor([6]))
-        blind, _ = view.drafter.draft_training_blocks(view, spoilt, input_ids, torch.tensor([6, 8]))
+        ours, _ = draft_blocks(view, features, input_ids, torch.tensor([2, 6, 8]))
+        alone, _ = draft_blocks(view, features, input_ids, torch.tensor([6]))
+        blind, _ = draft_blocks(view, spoilt, input_ids, torch.tensor([6, 8]))
     torch.testing.assert_close(ours[1], alone[0], atol=1e-5, rtol=0)
     torch.testing.assert_close(blind[0], alone[0], atol=1e-5, rtol=0)
     assert (blind[1] - ours[2]).abs().max() > 1e-2  # the control: before an anchor, states count
@@ -89,9 +89,7 @@ def test_every_weight_but_the_frozen_head_gets_a_gradient():
     target = tiny_target("llama")
     view = TargetView(target, tiny(target))
     input_ids = left_padded([14])["input_ids"][0]
-    logits, confidence = view.drafter.draft_training_blocks(
-        view, features_of(view, input_ids), input_ids, torch.tensor([3, 8])
-    )
+    logits, confidence = draft_blocks(view, features_of(view, input_ids), input_ids, torch.tensor([3, 8]))
     (logits.log_softmax(-1)[..., 5].mean() + confidence.mean()).backward()
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in view.drafter.parameters())
 

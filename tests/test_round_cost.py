@@ -210,6 +210,27 @@ def test_plain_rounds_fall_due_while_everything_drafts():
     assert not fixed.plain_is_due(1)
 
 
+def test_where_drafting_gains_little_plain_rounds_fall_due_more_often():
+    cost = RoundCost(STAIRS)
+    cost.observe(1, 0, 0.0, 1.0, drafted=False)
+    due = {}
+    for count in range(PLAIN_EVERY + 1):
+        for gain in (0.9, 1.0, 1.5, 2.0, 9.0):
+            if cost.plain_is_due(1, gain):
+                due.setdefault(gain, count)
+        cost.observe(1, 3, 0.0, 1.0, drafted=True)
+    assert due == {0.9: FIRST_PLAIN, 1.0: FIRST_PLAIN, 1.5: PLAIN_EVERY // 2, 2.0: PLAIN_EVERY, 9.0: PLAIN_EVERY}
+
+
+def test_a_round_that_drafts_for_nothing_takes_longer_than_a_plain_one():
+    cost = RoundCost(STAIRS)
+    for _ in range(20):  # a slow phase, in which only plain rounds are seen
+        cost.observe(1, 0, 0.0, 0.2, drafted=False)
+    for _ in range(20):
+        cost.observe(1, 0, 0.0, 0.076, drafted=True)
+    assert cost.predict(1, 0, 0.0, drafted=True) > 1.08 * cost.plain_seconds(1, 0.0)
+
+
 def test_drafting_is_never_thought_to_save_time():
     cost = RoundCost(TableProfile([1.0, 1.0]))
     for _ in range(100):

@@ -174,6 +174,7 @@ def test_no_policy_beats_the_oracle(name, kind):
         # Runs end within a round of each other, and rounds at the end are not all alike.
         assert max(speeds.values()) <= 1.02 * speeds["oracle"], speeds
         assert speeds["oracle"] >= speeds["plain"]
+        assert speeds["plain"] <= speeds["confidence oracle"] <= 1.02 * speeds["oracle"]
 
 
 def test_where_nothing_is_accepted_the_oracle_decodes_plainly():
@@ -181,8 +182,18 @@ def test_where_nothing_is_accepted_the_oracle_decodes_plainly():
     for answer in recording.answers:
         answer.acceptable[:] = 0
     replay = replays.Replay(recording, curves.smooth(7))
-    oracle = replay.serve_oracle(4, 400)
+    oracle = replay.serve_oracle(replays.Oracle, 4, 400)
     assert oracle.num_undrafted == oracle.num_rounds and oracle.num_verified == 0
+
+
+def test_the_confidence_oracle_is_not_told_what_will_stand():
+    recording = streams.synthetic_recording("paper", num_answers=2, num_tokens=64)
+    oracle = replays.ConfidenceOracle(curves.smooth(7), 7, rate=1.0)
+    confidence, limits = recording.answers[0].confidence[:4], np.array([7, 7, 3, 0])
+    for acceptable in (np.zeros(4, dtype=int), np.full(4, 7)):
+        oracle.foresee(acceptable, confidence, limits)
+        np.testing.assert_allclose(oracle.survival[0], confidence[0].astype(float).cumprod())
+        assert (oracle.survival[2, 3:] == -1).all() and (oracle.survival[3] == -1).all()
 
 
 def test_synthetic_confidences_are_the_chance_to_stand():
@@ -245,7 +256,7 @@ def test_replay_command_reports_every_policy_at_every_batch(monkeypatch, capsys)
     ]  # fmt: skip
     for result in report["results"]:
         lines = {line["policy"]: line for line in result["policies"]}
-        assert set(lines) == {"plain", "oracle", *simulation.policies(7)}
+        assert set(lines) == {"plain", "confidence oracle", "oracle", *simulation.policies(7)}
         assert lines["plain"]["to_plain"] == lines["oracle"]["to_oracle"] == 1
         assert max(line["to_best_fixed"] for name, line in lines.items() if name.startswith("Fixed")) == 1
         assert lines["plain"]["mean_verify_length"] == 0 < lines["FixedLength(7)"]["mean_verify_length"]

@@ -1,9 +1,9 @@
 """The Space in a real browser: it streams, stops, shares its engine, shows errors, fits a phone, asks nobody else."""
 
-import contextlib
 import re
 import shutil
 import time
+import weakref
 
 import pytest
 
@@ -19,7 +19,7 @@ pytestmark = [
 ]
 expect = sync_api.expect
 
-NUM_TOKENS = 64
+NUM_TOKENS, AUTO = 64, "auto: what pays here, now"
 TEXT = "[...document.querySelectorAll('#answer .ds-text span')].map(s => s.textContent).join('')"
 
 
@@ -43,48 +43,86 @@ def browser():
         browser.close()
 
 
-@pytest.fixture
-def tab(space, browser):
-    """Opens tabs; in the end, nothing may have been asked of another host and no script may have failed."""
-    with contextlib.ExitStack() as stack:
-        asked, failed = [], []
+class Tabs:
+    """Open tabs; those of one look are used again, since loading the page takes longer than most tests."""
 
-        def new_tab(**options):
-            context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}} | options)
-            stack.callback(context.close)
-            page = context.new_page()
+    def __init__(self, url, browser):
+        self.url, self.browser = url, browser
+        self.pages, self.taken = {}, []
+        self.asked, self.failed = [], []
+
+    def open(self, **options):
+        look = repr(options)
+        page = next((page for page in self.pages.get(look, []) if page not in self.taken), None)
+        if page is None:
+            page = self.browser.new_context(**{"viewport": {"width": 1280, "height": 900}} | options).new_page()
             page.set_default_timeout(20_000)
-            page.on("request", lambda request: asked.append(request.url))
-            page.on("pageerror", lambda error: failed.append(str(error)))
-            page.goto(space.url)
+            page.on("request", lambda request: self.asked.append(request.url))
+            page.on("pageerror", lambda error: self.failed.append(str(error)))
+            page.goto(self.url)
             page.locator("#run").wait_for()
-            return page
+            self.pages.setdefault(look, []).append(page)
+        self.taken.append(page)
+        page.locator("#compare input").uncheck()
+        return page
 
-        yield new_tab
-        foreign = [url for url in asked if not url.startswith((space.url, "data:", "blob:"))]
-        assert asked and not foreign and not failed
+
+@pytest.fixture(scope="module")
+def tabs(space, browser):
+    return Tabs(space.url, browser)
+
+
+@pytest.fixture
+def tab(tabs):
+    """Opens tabs; in the end, nothing may have been asked of another host and no script may have failed."""
+    yield tabs.open
+    tabs.taken.clear()
+    foreign = [url for url in tabs.asked if not url.startswith((tabs.url, "data:", "blob:"))]
+    assert tabs.asked and not foreign and not tabs.failed
 
 
 @pytest.fixture
 def slow():
     """Makes steps of the target take long enough to watch."""
     plain_text(1)  # while it is still quick
-    hook = tiny_pair().target.model.layers[0].register_forward_pre_hook(lambda *_: time.sleep(0.02))
+    hook = tiny_pair().target.model.layers[0].register_forward_pre_hook(lambda *_: time.sleep(0.01))
     yield
     hook.remove()
 
 
-def ask(page, prompt=PROMPT, *, num_tokens=None, scheduler=None):
-    if num_tokens is not None or scheduler is not None:
+def ask(*pages, prompt=PROMPT, num_tokens=NUM_TOKENS, scheduler=AUTO):
+    for page in pages:
+        choose(page, num_tokens, scheduler)
+        page.locator("#prompt textarea").fill(prompt)
+    run(*pages)
+
+
+def run(*pages):
+    """Runs, and waits until nothing of the answer before is left."""
+    for page in pages:
+        page.evaluate("document.querySelector('#answer .ds-question')?.classList.add('old')")
+    for page in pages:
+        page.locator("#run").click()
+    for page in pages:
+        page.locator("#answer .ds-question:not(.old)").wait_for()
+
+
+CHOSEN = weakref.WeakKeyDictionary()  # what is set in a page, if it is not what it begins with
+
+
+def choose(page, num_tokens, scheduler):
+    before = CHOSEN.get(page, (NUM_TOKENS, AUTO))
+    if before == (num_tokens, scheduler):
+        return
+    if not page.get_by_label("Scheduler").is_visible():
         page.locator("#settings button").first.click()
-    if scheduler is not None:
+    if before[1] != scheduler:
         page.get_by_label("Scheduler").click()
         page.get_by_role("option", name=scheduler).click()
-    if num_tokens is not None:
+    if before[0] != num_tokens:
         page.get_by_label("number input for Tokens at most").fill(str(num_tokens))
         page.get_by_label("number input for Tokens at most").press("Tab")
-    page.locator("#prompt textarea").fill(prompt)
-    page.locator("#run").click()
+    CHOSEN[page] = (num_tokens, scheduler)
 
 
 def status(page, words):
@@ -102,12 +140,14 @@ def test_a_prompt_streams_and_the_joined_spans_are_the_decoded_text(tab, slow):
     assert len(texts) > 3, "it was written before the reader's eyes"
     assert max(num_rejected) > 0
     assert page.evaluate(TEXT) == plain_text(NUM_TOKENS)
-    expect(page.locator("#summary")).to_contain_text(f"{NUM_TOKENS} tokens: the first came with the prompt")
+    expect(page.locator("#summary")).to_contain_text(f"{NUM_TOKENS} tokens: the first came with reading the prompt")
     expect(page.locator("#charts svg")).to_have_count(4)
     accepted = page.locator("#answer span.a").first
     accepted.focus()
     said = accepted.evaluate("s => getComputedStyle(s, '::after').content")
-    assert re.search(r"confidence \d\.\d\d · survival \d\.\d\d · \d drafts? checked · round \d", said)
+    assert re.search(
+        r"confidence \d\.\d\d in this one · survival \d\.\d\d, of all up to it · step \d+, \d drafts? checked", said
+    )
     assert page.locator("#answer s").count() == 0
 
 
@@ -119,14 +159,13 @@ def test_stop_works_and_the_next_prompt_too(tab, slow):
     status(page, "stopped after")
     text = page.evaluate(TEXT)
     assert text and plain_text(512).startswith(text) and len(text) < len(plain_text(512))
-    ask(page, "the end")
+    ask(page, prompt="the end")
     status(page, "tokens/s")
 
 
 def test_two_tabs_share_the_engine(tab, slow):
     pages = [tab(), tab()]
-    for page in pages:
-        ask(page)
+    ask(*pages)
     for page in pages:
         status(page, f"done · {NUM_TOKENS} tokens")
         assert page.evaluate(TEXT) == plain_text(NUM_TOKENS)
@@ -148,7 +187,7 @@ def test_an_error_is_shown_in_place_and_the_next_prompt_works(tab):
         expect(page.locator("#answer [role=alert]")).to_contain_text("RuntimeError: something broke <here>")
     finally:
         hook.remove()
-    ask(page, "<script>document.title = 'hacked'</script>")
+    ask(page, prompt="<script>document.title = 'hacked'</script>")
     status(page, "done")
     expect(page.locator("#answer [role=alert]")).to_have_count(0)
     assert page.title() != "hacked"
@@ -161,7 +200,7 @@ def test_side_by_side_and_an_example(tab):
     page.get_by_text("Chat", exact=True).click()
     expect(page.locator("#prompt textarea")).to_have_value(EXAMPLES["Chat"])
     page.locator("#compare input").check()
-    page.locator("#run").click()
+    run(page)
     expect(page.locator("#summary")).to_contain_text("the same text, token for token")
     assert page.locator("#plain .ds-text").inner_text() == page.locator("#answer .ds-text").inner_text()
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 import charts
-from ledger import Bin, Ledger, Load
+from ledger import NEWEST_BLOCKS, RECENT_STEPS, Bin, Ledger, Load
 from summary import Measured, comparison, run_summary
 from tests.test_terminal import decoding_round
 
@@ -34,13 +34,13 @@ def step(num_running, verified, seconds=0.1):
 
 ALL_CHARTS = [
     charts.accepted_lengths([(2, 3), (0, 1)], most=6),
-    charts.verify_lengths([Load(1, 3, 4.0)], num_running=1, block_size=5, most_rows=8),
+    charts.verify_lengths([Load(1, 3, 4.0)], [4, 4.5, 3, 2, 2, 1.5, 1, 1], num_running=1, block_size=5, most_rows=8),
     charts.reliability([None, Bin(3, 0.3, 0.4), None, None, Bin(9, 0.9, 0.9)]),
     charts.step_rates([(1, 9.0), (8, 4.0)], [(1, 8.0), (6, 5.0)], [(4, 0.2)], num_running=1),
 ]
 EMPTY_CHARTS = [
     charts.accepted_lengths([], most=6),
-    charts.verify_lengths([], num_running=0, block_size=5, most_rows=8),
+    charts.verify_lengths([], [], num_running=0, block_size=5, most_rows=8),
     charts.reliability([None] * 5),
     charts.step_rates([], [], [], num_running=0),
 ]
@@ -89,10 +89,22 @@ def test_drafts_that_a_stop_cut_off_are_not_drawn():
 
 def test_the_bar_of_the_present_load_stands_out():
     loads = [Load(1, 30, 4.0), Load(2, 12, 1.5)]
-    figure = charts.verify_lengths(loads, num_running=2, block_size=5, most_rows=8)
+    figure = charts.verify_lengths(loads, [], num_running=2, block_size=5, most_rows=8)
     (now,), (then,) = marks(figure, "checked now"), marks(figure, "checked then")
     assert float(now.get("x")) > float(then.get("x")) and float(now.get("height")) < float(then.get("height"))
     assert "2 at once: 1.5 drafts per answer over 12 steps" in drawing(figure).get("aria-label")
+
+
+def test_what_is_expected_at_other_loads_is_a_line_and_words():
+    expected = [2.0, 4.0, 3.0, 1.0]
+    figure = charts.verify_lengths([Load(2, 9, 4.0)], expected, num_running=2, block_size=5, most_rows=4)
+    heights = [float(dot.get("cy")) for dot in marks(figure, "forecast") if dot.tag.endswith("circle")]
+    unit = (charts.HEIGHT - charts.TOP - charts.BOTTOM) / 5
+    assert heights == pytest.approx([charts.HEIGHT - charts.BOTTOM - unit * length for length in expected], abs=0.1)
+    assert "most at 2 answers (4.0), fewer at 4 (1.0)" in figure
+    assert "expected of the newest drafts: 2.0, 4.0, 3.0, 1.0" in drawing(figure).get("aria-label")
+    assert charts.turning_point([3.0, 2.0]) == "Now: the more answers, the fewer, from 3.0 to 2.0."
+    assert charts.turning_point([2.0, 2.0]) == charts.turning_point([1.0, 2.0]) == charts.turning_point([]) == ""
 
 
 def test_dots_of_trustworthy_confidences_lie_on_the_diagonal():
@@ -139,23 +151,27 @@ def test_the_ledger_tells_loads_apart():
     for each in (step(1, 5), step(1, 3), step(2, 2), step(0, 0)):
         ledger.add_step(each)
     happened = ledger.snapshot()
-    assert happened.loads == (Load(1, 2, 4.0), Load(2, 1, 1.0))
+    assert happened.loads == (Load(1, 2, 4.0), Load(2, 1, 1.0)), "per answer"
     assert happened.num_running == 2, "a step that served nobody does not count"
     assert happened.recent == ((6, 0.1), (4, 0.1), (4, 0.1))
 
 
 def test_the_ledger_is_bounded():
     ledger = Ledger()
-    for _ in range(2000):
-        ledger.add_step(step(1, 3))
-    assert len(ledger.snapshot().recent) == 256 and ledger.snapshot().loads[0].num_steps == 2000
+    for number in range(2000):
+        ledger.add_step(step(1, 3 if number < 1900 else 1))
+        ledger.add_round(decoding_round((1, 2), 1, 9, confidence=(0.5, number / 2000)))
+    happened = ledger.snapshot()
+    assert len(happened.recent) == RECENT_STEPS and happened.loads[0].num_steps == 2000
+    assert happened.loads[0].verify_length == pytest.approx((100 + 3 * (RECENT_STEPS - 100)) / RECENT_STEPS)
+    assert len(happened.newest) == NEWEST_BLOCKS and happened.newest[-1] == (0.5, 1999 / 2000)
 
 
 def test_a_run_in_a_sentence():
     rounds = [decoding_round((1, 2, 3), 2, 9), decoding_round((1, 2, 3), 0, 9)]
     assert run_summary(Measured((5, 1, 2, 9, 9), 2.0), rounds) == (
-        "5 tokens: the first came with the prompt, the other 4 took 2 steps of the big model, 2.0 tokens per step "
-        "instead of 1. 2 of 6 checked drafts were accepted."
+        "5 tokens: the first came with reading the prompt, the other 4 took 2 steps of the big model, where it alone "
+        "would have taken 4: 2.0 tokens per step. Of 6 checked drafts it accepted 2."
     )
     plain = [decoding_round((), 0, 9)] * 3
     assert "took 3 steps of the big model, one each. No draft was checked" in run_summary(

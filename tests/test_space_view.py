@@ -68,14 +68,15 @@ def test_each_token_tells_where_it_came_from():
     first = decoding_round((a, x, c), 1, b, anchor_id=d, confidence=(0.9, 0.4, 0.1))
     page = view_of([first, decoding_round((a, b), 2, c, confidence=(0.5, 0.5)), decoding_round((), 0, a)]).html(0.0)
     titles = re.findall(r'<span class="(\w)"[^>]* title="([^"]*)"', page)
+    draft = "draft {}, accepted · confidence {} in this one · survival {}, of all up to it · {}"
     assert titles == [
         ("t", "the big model’s own token, from reading the prompt"),
-        ("a", "draft 1, accepted · confidence 0.90 · survival 0.90 · 3 drafts checked · round 1"),
-        ("c", "correction: the big model’s own token instead of “xc” · 3 drafts checked · round 1"),
-        ("a", "draft 1, accepted · confidence 0.50 · survival 0.50 · 2 drafts checked · round 2"),
-        ("a", "draft 2, accepted · confidence 0.50 · survival 0.25 · 2 drafts checked · round 2"),
-        ("b", "bonus: the big model’s own token after drafts that all stood · 2 drafts checked · round 2"),
-        ("t", "the big model’s own token · no drafts checked · round 3"),
+        ("a", draft.format(1, "0.90", "0.90", "step 1, 3 drafts checked")),
+        ("c", "correction: the big model’s own token instead of “xc” · step 1, 3 drafts checked"),
+        ("a", draft.format(1, "0.50", "0.50", "step 2, 2 drafts checked")),
+        ("a", draft.format(2, "0.50", "0.25", "step 2, 2 drafts checked")),
+        ("b", "bonus: the big model’s own token after drafts that all stood · step 2, 2 drafts checked"),
+        ("t", "the big model’s own token · step 3, no drafts checked"),
     ]
     assert page.count('tabindex="0"') == len(titles), "each of them can be reached with a keyboard or a finger"
 

@@ -12,6 +12,7 @@ from hf_dspark.temperature_scaling import (
     conditional_acceptance,
     ece_noise_floor,
     expected_calibration_error,
+    fit_scaling,
     fit_temperatures,
     prefix_labels,
     prefix_survival,
@@ -26,8 +27,8 @@ def synthetic_rounds(temperatures, num_rounds=20_000, seed=0, shift=0.0):
     return truth * np.array(temperatures), accepted.cumprod(axis=1).sum(axis=1)
 
 
-def errors(logits, num_accepted, temperatures=None):
-    predicted, survived = prefix_survival(logits, temperatures), prefix_labels(num_accepted, logits.shape[1])
+def errors(logits, num_accepted, *scaling):
+    predicted, survived = prefix_survival(logits, *scaling), prefix_labels(num_accepted, logits.shape[1])
     return np.array([expected_calibration_error(predicted[:, k], survived[:, k]) for k in range(logits.shape[1])])
 
 
@@ -54,6 +55,31 @@ def test_no_position_is_worse_than_raw_even_where_temperatures_cannot_help(seed,
     logits, num_accepted = synthetic_rounds((1.5, 0.7, 1.0, 2.0, 0.6), num_rounds, seed, shift=0.8)
     fitted = fit_temperatures(logits, num_accepted)
     assert (errors(logits, num_accepted, fitted) <= errors(logits, num_accepted) + 1e-12).all()
+
+
+def test_offsets_undo_what_temperatures_cannot_and_are_not_used_where_they_can():
+    scales = (1.5, 0.7, 1.0, 2.0)
+    fitted = fit_scaling(*synthetic_rounds(scales, shift=0.8))
+    assert fitted[0] == pytest.approx(scales, rel=0.25) and fitted[1] == pytest.approx([-0.8] * 4, abs=0.25)
+    fresh = synthetic_rounds(scales, seed=1, shift=0.8)
+    alone = fit_temperatures(*synthetic_rounds(scales, shift=0.8))
+    assert errors(*fresh, *fitted).mean() < 0.012 < errors(*fresh, alone).mean() < errors(*fresh).mean()
+    even = synthetic_rounds((1.0, 2.0, 0.5))
+    assert fit_scaling(*even)[1] == (0.0,) * 3
+    assert fit_scaling(*even)[0] == fit_temperatures(*even)
+
+
+@pytest.mark.parametrize("num_rounds", [5, 60, 1000])
+def test_no_position_is_worse_than_raw_with_offsets_either(num_rounds):
+    logits, num_accepted = synthetic_rounds((1.5, 0.7, 1.0), num_rounds, seed=2, shift=-0.9)
+    fitted = fit_scaling(logits, num_accepted)
+    assert (errors(logits, num_accepted, *fitted) <= errors(logits, num_accepted) + 1e-12).all()
+
+
+def test_survival_with_impossible_offsets_is_refused():
+    for offsets in ([0.0], [0.0, float("nan")]):
+        with pytest.raises(ValueError, match="2 finite offsets"):
+            prefix_survival(np.zeros((3, 2)), None, offsets)
 
 
 def test_an_earlier_position_gives_way_to_a_later_one():

@@ -4,14 +4,15 @@ import dataclasses
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_dspark.losses import LossWeights, position_weights
 from hf_dspark.target import TargetView
 from hf_dspark.training import TrainingExample, frequent_token_ids
-from hf_dspark.training.blocks import BlockVisibility, draft_blocks, row_outcome
+from hf_dspark.training.blocks import BlockVisibility, draft_hidden, row_outcome
 from hf_dspark.training.collation import PackingCollator, draw_anchors, pack_row
 from hf_dspark.training.teacher import Teacher, draft_ids_of, teacher_features
-from tests.drafters import tiny_drafter
+from tests.drafters import AUTOREGRESSIVE, tiny_drafter
 from tests.tiny import tiny_target
 
 WEIGHTS = LossWeights()
@@ -20,6 +21,26 @@ WEIGHTS = LossWeights()
 def example(length, prompt, seed=0):
     ids = torch.randint(3, 64, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
     return TrainingExample(tuple(ids), (0,) * prompt + (1,) * (length - prompt))
+
+
+class MostLogits(TorchDispatchMode):
+    """Notes the blocks of the largest tensor `[blocks, K, V]` that is made inside, on the way back too."""
+
+    def __init__(self, num_drafts, width):
+        super().__init__()
+        self.logits, self.blocks = (num_drafts, width), 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, (tuple, list)) else (made,):
+            if isinstance(tensor, torch.Tensor) and tensor.dim() == 3 and tensor.shape[1:] == self.logits:
+                self.blocks = max(self.blocks, len(tensor))
+        return made
+
+
+def whole(input_ids):
+    """An example that is all answer."""
+    return TrainingExample(tuple(input_ids.tolist()), (1,) * len(input_ids))
 
 
 EXAMPLES = [example(14, 4, 1), example(9, 0, 2), example(20, 11, 3)]
@@ -86,21 +107,36 @@ def test_the_loss_of_packed_documents_is_the_sum_of_their_losses(family, overrid
     assert torch.equal(together.matches[counted], torch.cat([o.matches for o in alone])[counted])
 
 
-def test_chunks_of_logits_change_nothing_but_their_size():
+CHUNKED = {
+    "gated head": {"markov_head_type": "gated"},
+    "no head": {"markov_rank": 0},
+    "reduced vocabulary": {"draft_vocab_size": 20},
+    "autoregressive": AUTOREGRESSIVE,
+    "autoregressive, reduced vocabulary": AUTOREGRESSIVE | {"draft_vocab_size": 20},
+}
+
+
+@pytest.mark.parametrize("overrides", CHUNKED.values(), ids=CHUNKED.keys())
+def test_chunks_of_logits_change_nothing_but_their_size(overrides):
     target = tiny_target("gemma2")
-    for overrides in ({"markov_head_type": "gated"}, {"markov_rank": 0}, {"draft_vocab_size": 20}):
-        drafter = tiny_drafter(target, **overrides)
-        view = TargetView(target, drafter)
-        row = pack_row([(0, EXAMPLES[0])]).with_anchors([EXAMPLES[0].anchors()])
-        results = []
-        for logits_bytes in (1, 2**26):
-            drafter.zero_grad()
-            losses = outcome(view, row, logits_bytes=logits_bytes).losses
-            losses.total.backward()
-            results.append((losses.total.detach(), [p.grad for p in drafter.parameters() if p.grad is not None]))
-        assert results[0][0].item() == pytest.approx(results[1][0].item(), rel=1e-6)
-        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(results[0][1], results[1][1], strict=True))
+    drafter = tiny_drafter(target, **overrides)
+    view = TargetView(target, drafter)
+    row = pack_row(list(enumerate(EXAMPLES[:2]))).with_anchors([e.anchors() for e in EXAMPLES[:2]])
+    features, results = Teacher(view).features(row), []
+    width = drafter.config.draft_vocab_size or drafter.config.vocab_size
+    for logits_bytes in (1, 2**26):
         drafter.zero_grad()
+        with MostLogits(drafter.config.num_drafts, width) as seen:
+            losses = row_outcome(view, features, row, weights=WEIGHTS, logits_bytes=logits_bytes).losses
+            losses.total.backward()
+        assert seen.blocks == (len(row.anchors) if logits_bytes > 1 else 1)
+        gradients = [p.grad for p in drafter.parameters() if p.grad is not None]
+        results.append((losses.total.detach(), losses.confidence.detach(), gradients))
+    (total, confidence, ours), (expected_total, expected_confidence, theirs) = results
+    assert total.item() == pytest.approx(expected_total.item(), rel=1e-6)
+    assert confidence.item() == pytest.approx(expected_confidence.item(), rel=1e-6)
+    assert len(ours) == len(theirs) and any(gradient.any() for gradient in ours)
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_a_labels_probability_is_the_targets_after_the_token_before_it():
@@ -126,9 +162,10 @@ def test_a_drafter_with_its_own_blocks_gets_documents_one_by_one():
 
     def own(view, features, input_ids, anchors):
         calls.append((len(features.context), len(input_ids), anchors.tolist()))
-        return draft_blocks(plain, features, input_ids, anchors)
+        document = dataclasses.replace(pack_row([(0, whole(input_ids))]), anchors=anchors)
+        return draft_hidden(plain, features, document)
 
-    object.__setattr__(drafter, "draft_training_blocks", own)
+    object.__setattr__(drafter, "draft_training_hidden", own)
     row = pack_row(list(enumerate(EXAMPLES))).with_anchors([[4, 6], [], [12]])
     ours, theirs = outcome(TargetView(target, drafter), row), outcome(plain, row)
     assert calls == [(14, 14, [4, 6]), (20, 20, [12])]

@@ -1,5 +1,7 @@
 """Recipes: the shipped ones are the paper's, and what is wrong with one is said before anything is loaded."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -96,6 +98,7 @@ def test_overrides_reach_inside_and_numbers_may_be_spelt_in_any_way(tmp_path):
         ({"max_examples": 0}, "max_examples=0 must be at least 1"),
         ({"max_examples": -3}, "max_examples=-3"),
         ({"output_dir": ""}, "output_dir is empty"),
+        ({"output_dir": None}, "output_dir is missing: .* give --output"),
         ({"learning_rate": float("nan")}, "learning_rate=nan must be a finite"),
         ({"learning_rate": -1.0}, "not be negative"),
         ({"ce_weight": float("inf")}, "ce_weight=inf must be a finite"),
@@ -119,3 +122,10 @@ def test_a_file_that_is_no_recipe_is_refused(tmp_path):
     (tmp_path / "recipe.yaml").write_text("use_cpu: true")
     with pytest.raises(ValueError, match="no key=value"):
         read_recipe(tmp_path / "recipe.yaml", ["nothing"])
+
+
+def test_importing_what_trains_loads_no_trainer_and_says_nothing():
+    """bitsandbytes warns where it is imported; PEFT imports it, and transformers' Trainer imports PEFT."""
+    code = "import sys, hf_dspark.baselines, hf_dspark.training as t; print({'peft', 'bitsandbytes'} & {*sys.modules})"
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (child.returncode, child.stdout.strip(), child.stderr) == (0, "set()", "")

@@ -85,14 +85,21 @@ class Oracle(Scheduler):
 
     def __init__(self, profile: SPSProfile, num_drafts: int, rate: float):
         self.cost, self.num_drafts, self.rate = RoundCost(profile, refine=False), num_drafts, rate
-        self.acceptable = np.zeros(0, dtype=int)  # the replay tells, before each round
+        self.survival = np.zeros((0, num_drafts))  # -1 where a row may not go
+
+    def foresee(self, acceptable: np.ndarray, confidence: np.ndarray, limits: np.ndarray) -> None:
+        """Told by the replay before a round: what would stand `[R]`, confidences `[R, K]`, the most drafts `[R]`."""
+        self._set((np.arange(self.num_drafts) < acceptable[:, None]).astype(float), limits)
+
+    def _set(self, survival: np.ndarray, limits: np.ndarray) -> None:
+        self.survival = np.where(np.arange(self.num_drafts) < limits[:, None], survival, -1.0)
 
     def best(self, num_rows: int, context: float) -> tuple[int, float]:
-        """How many accepted drafts to take, and by how many tokens that is better than not drafting."""
-        # Where a larger round is faster (measured curves are jagged), it is filled up with drafts that fail.
-        seconds = self.cost.seconds(num_rows, self.num_drafts, context)
-        seconds = np.minimum.accumulate(seconds[::-1])[::-1]
-        worth = np.arange(self.acceptable.sum() + 1) - self.rate * seconds[: self.acceptable.sum() + 1]
+        """How many drafts to take, most likely ones first, and by how many tokens that is better than not drafting."""
+        survival = np.sort(self.survival[self.survival >= 0])[::-1]
+        seconds = self.cost.seconds(num_rows, self.num_drafts, context)[: len(survival) + 1]
+        # Where a larger round is faster (measured curves are jagged), this fills it up with drafts that fail.
+        worth = np.concatenate([[0.0], survival.cumsum()]) - self.rate * seconds
         count = int(worth.argmax())
         return count, float(worth[count] + self.rate * self.cost.plain_seconds(num_rows, context))
 
@@ -101,10 +108,18 @@ class Oracle(Scheduler):
 
     def verify_lengths(self, request: ScheduleRequest) -> list[int]:
         count, _ = self.best(len(request.rows), request.context)
-        depths = np.arange(self.num_drafts)
-        taken = (depths < self.acceptable[:, None]).T.ravel()  # row after row at depth 1, then at depth 2, ...
-        taken &= taken.cumsum() <= count
-        return taken.reshape(self.num_drafts, -1).sum(axis=0).tolist()
+        order = np.argsort(-self.survival.T, axis=None, kind="stable")  # among equals, depth 1 of every row first
+        return np.bincount(order[:count] % len(request.rows), minlength=len(request.rows)).tolist()
+
+
+class ConfidenceOracle(Oracle):
+    """
+    Knows all confidences of a round before it, but not what will stand: what is left between it and the [`Oracle`],
+    no policy that goes by confidences can have.
+    """
+
+    def foresee(self, acceptable: np.ndarray, confidence: np.ndarray, limits: np.ndarray) -> None:
+        self._set(np.nan_to_num(confidence.astype(float)).cumprod(axis=1), limits)
 
 
 class Replay:
@@ -158,11 +173,11 @@ class Replay:
         names = Served.__dataclass_fields__
         return Served(**{name: sum(getattr(result, name) for result in results) for name in names})
 
-    def serve_oracle(self, num_rows: int, num_tokens: int) -> Served:
-        """What the [`Oracle`] makes, its rate iterated to its fixed point."""
+    def serve_oracle(self, kind: type[Oracle], num_rows: int, num_tokens: int) -> Served:
+        """What an [`Oracle`] makes, its rate iterated to its fixed point."""
         best = self.serve(Plain(), num_rows, num_tokens)
         for _ in range(8):
-            oracle = Oracle(self.profile, self.num_drafts, best.tokens_per_second)
+            oracle = kind(self.profile, self.num_drafts, best.tokens_per_second)
             served = self.serve(oracle, num_rows, num_tokens)
             grown = served.tokens_per_second / best.tokens_per_second
             best = max(best, served, key=lambda result: result.tokens_per_second)
@@ -210,7 +225,8 @@ class _Run:
         num_rows, context = len(self.at), float((self.at + self.offset).mean())
         acceptable = self.replay.acceptable[self.at]
         if isinstance(self.policy, Oracle):
-            self.policy.acceptable = np.minimum(acceptable, self.replay.max_lengths[self.at])
+            confidence = self.replay.confidence[torch.from_numpy(self.at)].numpy()
+            self.policy.foresee(acceptable, confidence, self.replay.max_lengths[self.at])
         began = time.perf_counter()
         request, lengths = self._schedule(num_rows, context)
         self.policy_seconds += time.perf_counter() - began
@@ -272,9 +288,9 @@ def serve_all(
     say: Callable[[str], None],
 ) -> dict[str, Served]:
     """
-    Every policy at one concurrency, plain decoding first and the oracle last.
+    Every policy at one concurrency, plain decoding first and the oracles last.
 
-    Without `num_tokens`, groups of answers are decoded to their ends, without an oracle: there the last row of a group
+    Without `num_tokens`, groups of answers are decoded to their ends, without oracles: there the last row of a group
     counts most, and more tokens a second now may mean fewer in the end.
     """
     served = {}
@@ -285,5 +301,6 @@ def serve_all(
         else:
             served[name] = replay.serve(policy, num_rows, num_tokens)
     if num_tokens is not None:
-        served["oracle"] = replay.serve_oracle(num_rows, num_tokens)
+        served["confidence oracle"] = replay.serve_oracle(ConfidenceOracle, num_rows, num_tokens)
+        served["oracle"] = replay.serve_oracle(Oracle, num_rows, num_tokens)
     return served

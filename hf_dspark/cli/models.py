@@ -18,9 +18,9 @@ from transformers import (
 )
 
 from ..demo import load_demo_target
+from ..formats import loading
 from ..formats.checkpoint import looks_local, read_config
 from ..formats.detect import UnknownLayout, detect
-from ..hub import drafter_class
 from ..modeling_drafter import Drafter
 from ..prompt_sets import HUB_SETS, PromptSet, load_prompts
 from .arguments import at_least
@@ -97,8 +97,6 @@ def check_model_folders(args: argparse.Namespace, *, drafters: Iterable[str | Pa
 
 
 def _is_drafter(config: dict[str, Any]) -> bool:
-    if str(config.get("model_type")).startswith("dspark"):
-        return True
     try:
         detect(config)
     except UnknownLayout:
@@ -130,8 +128,7 @@ def load_target(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTo
 
 def load_drafter(source: str | Path, target: PreTrainedModel) -> Drafter:
     """A drafter for `target`, of the kind that its config says."""
-    kind = drafter_class(read_config(source).get("model_type"))
-    return kind.from_pretrained(source, dtype=target.dtype).eval().to(target.device)
+    return loading.load_drafter(source, dtype=target.dtype).eval().to(target.device)
 
 
 def thinking(args: argparse.Namespace) -> bool | None:

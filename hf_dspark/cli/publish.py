@@ -18,7 +18,13 @@ def add_publish_command(commands: Any) -> None:
     parser.add_argument("--repo", required=True, metavar="OWNER/NAME", help="repository; made if it does not exist")
     parser.add_argument("--evaluation", type=Path, help="evaluation.json of `evaluate`")
     parser.add_argument("--name", help="which drafter of the evaluation this is, if there are several")
-    parser.add_argument("--sps", type=Path, help="step times, as `profile --output` writes them")
+    parser.add_argument(
+        "--sps",
+        type=Path,
+        metavar="PROFILE.json",
+        help="step times of this pair, as `profile --output` writes them: a table in the card, a picture (needs "
+        "matplotlib), and SGLang's table",
+    )
     parser.add_argument(
         "--target", help="folder or Hub name of the target: its config tells what memory the pair takes"
     )
@@ -64,18 +70,19 @@ def run_publish(args: argparse.Namespace) -> int:
 def _write(args: argparse.Namespace, folder: Path) -> None:
     """Writes the folder, card included."""
     from ..evaluation import Evaluation
-    from ..hub import checked_config, drafter_class, publishable_folder
+    from ..formats.plan import drafter_class
+    from ..formats.serve_readme import SPS_FILE
+    from ..hub import checked_config, publishable_folder
     from ..model_card import SPS_PICTURE, CardFigures, model_card
-    from ..sps_profile import SPSProfile
 
     kind = drafter_class(checked_config(args.folder)["model_type"])
     config = kind.config_class.from_pretrained(args.folder)
-    profile = None if args.sps is None else SPSProfile.load(args.sps)
+    profile = None if args.sps is None else _step_times(args.sps, config)
     figures = CardFigures(
         evaluation=None if args.evaluation is None else Evaluation.load(args.evaluation),
         drafter_name=args.name,
         sps_profile=profile,
-        has_sps_picture=profile is not None,
+        has_sps_files=profile is not None,
         memory=None if args.target is None else _memory(kind, config, args.target),
         data=args.data,
         recipe=None if args.recipe is None else args.recipe.read_text(encoding="utf-8"),
@@ -84,6 +91,25 @@ def _write(args: argparse.Namespace, folder: Path) -> None:
     publishable_folder(args.folder, folder, model_card(config, args.repo, figures), remote_code=args.remote_code)
     if profile is not None:
         profile.plot(folder / SPS_PICTURE)
+        profile.to_sglang(folder / SPS_FILE)
+
+
+def _step_times(path: Path, config: Any) -> Any:
+    """The profile in a file; refused if it is none, is not of this pair, or could not be drawn."""
+    from ..plots import new_figure
+    from ..sps_profile import SPSProfile
+
+    profile = SPSProfile.load(path)
+    if profile.block_size != config.num_drafts:
+        raise ValueError(
+            f"--sps {path}: measured with {profile.block_size} drafts a round, but this drafter has "
+            f"{config.num_drafts}; measure it with `hf-dspark profile --target ... --drafter ... --output ...`"
+        )
+    measured = profile.description.get("target_fingerprint")
+    if measured and config.target_fingerprint and measured != config.target_fingerprint:
+        raise ValueError(f"--sps {path}: measured with another target than the one this drafter was trained for")
+    new_figure()
+    return profile
 
 
 def _memory(kind: Any, config: Any, target: str) -> Any:

@@ -1,7 +1,10 @@
 """`train`: trains a drafter as a recipe says, or tells what that would take."""
 
 import argparse
+import contextlib
+import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +42,8 @@ def run_train(args: argparse.Namespace) -> int:
     """Carries out `train`."""
     import torch
 
-    from ..training.assembly import assemble, plan
+    with _errors_only("bitsandbytes"):  # transformers imports PEFT, and PEFT that; on some CPUs it misses a kernel
+        from ..training.assembly import assemble, plan
     from ..training.checkpoints import remove_checkpoints
     from ..training.recipe import read_recipe
 
@@ -70,6 +74,18 @@ def run_train(args: argparse.Namespace) -> int:
         kind = type(trainer.view.drafter).__name__
         print(f"drafter: {output}; use it with target.generate(..., assistant_model={kind}.from_pretrained(...))")
     return 0
+
+
+@contextlib.contextmanager
+def _errors_only(name: str) -> Iterator[None]:
+    """Keeps a library's warnings back, but not its errors."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def plan_lines(found: Any) -> list[str]:

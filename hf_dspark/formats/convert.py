@@ -15,6 +15,7 @@ from ..json_files import read_object, write_object
 from ..sps_profile import SPSProfile
 from ..whole_folders import replacing
 from .checkpoint import Checkpoint
+from .description import kind
 from .loading import ForeignDrafter
 from .safetensors_files import SHARD_BYTES, TensorRef, total_bytes, write_checkpoint
 from .serve_readme import SPS_FILE, public_name, readme, sts_file
@@ -86,6 +87,11 @@ def convert(
     destination = Path(destination)
     _check_destination(destination, force)
     drafter = ForeignDrafter.open(source, **hub)
+    if drafter.reading.detected.family == "autoregressive":
+        raise ValueError(
+            f"{os.fspath(source)} is {kind(drafter.config)}, which no other engine's layout is written for; it is in "
+            "hf_dspark's own already, and decodes with transformers"
+        )
     notes = list(drafter.reading.notes)
     if target is not None and drafter.config.target_name_or_path is None:
         drafter.config.target_name_or_path = str(target)

@@ -8,6 +8,7 @@ import dataclasses
 import os
 from typing import Any
 
+from ..configuration_autoregressive import AutoregressiveConfig
 from ..configuration_dspark import DSparkConfig
 from .loading import ForeignDrafter
 from .safetensors_files import TensorRef, total_bytes
@@ -95,13 +96,17 @@ def describe_drafter(source: str | os.PathLike, **hub: Any) -> DrafterDescriptio
 
 
 def kind(config: DSparkConfig) -> str:
-    """DSpark or DFlash, and its slot layout."""
+    """DSpark or DFlash, and its slot layout; or an autoregressive drafter."""
+    if isinstance(config, AutoregressiveConfig):
+        return f"autoregressive ({'MTP-1' if config.num_drafts == 1 else 'EAGLE-3-style'})"
     slots = "A, the anchor predicts" if config.sample_from_anchor else "B, the anchor does not predict"
     return f"{'DSpark' if config.markov_rank else 'DFlash'}, slot layout {slots}"
 
 
 def block(config: DSparkConfig) -> str:
     """Slots and drafts."""
+    if isinstance(config, AutoregressiveConfig):
+        return f"{config.num_drafts} draft{'s'[: config.num_drafts > 1]} a round, a pass each"
     return f"{config.block_size} slots, {config.num_drafts} drafts a round, mask token {config.mask_token_id}"
 
 

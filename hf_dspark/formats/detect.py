@@ -10,9 +10,11 @@ from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
 NATIVE_MODEL_TYPE, AUTOREGRESSIVE_MODEL_TYPE = "dspark", "dspark_autoregressive"
+OWN_FAMILIES = {NATIVE_MODEL_TYPE: "native", AUTOREGRESSIVE_MODEL_TYPE: "autoregressive"}
 DEEPSPEC_BACKBONES = {"Qwen3DSparkModel": "qwen3", "Gemma4DSparkModel": "gemma4"}
 FAMILIES = {
     "native": "hf_dspark",
+    "autoregressive": "hf_dspark, autoregressive",
     "deepspec": "DeepSpec flat (DeepSpec, NeMo Automodel)",
     "speculators": "speculators",
     "specforge": "SpecForge",
@@ -61,8 +63,8 @@ def detect(config: Mapping[str, Any], tensor_names: Collection[str] = ()) -> Det
         UnknownLayout: The config is of no layout that is read, or of two; a `ValueError`.
     """
     model_type, architectures = config.get("model_type"), _architectures(config)
-    if model_type == NATIVE_MODEL_TYPE:
-        return Detected("native", f"model_type is {model_type!r}")
+    if isinstance(model_type, str) and model_type in OWN_FAMILIES:
+        return Detected(OWN_FAMILIES[model_type], f"model_type is {model_type!r}")
     _refuse_known_others(config, architectures, tensor_names)
     claims = [*_speculators(config), *_dflash_config(config, architectures, tensor_names)]
     claims += _deepspec(architectures, claims)
@@ -72,6 +74,12 @@ def detect(config: Mapping[str, Any], tensor_names: Collection[str] = ()) -> Det
     if not claims:
         raise UnknownLayout(f"not a drafter layout that this version reads: {found_in(config)}. Read are {READ}")
     return claims[0]
+
+
+def refuse_autoregressive(detected: Detected) -> None:
+    """Raises `UnknownLayout` for a drafter that a [`DSparkDrafter`] cannot be."""
+    if detected.family == "autoregressive":
+        raise UnknownLayout(f"{detected.reason}: load it with hf_dspark.AutoregressiveDrafter")
 
 
 def found_in(config: Mapping[str, Any]) -> str:
@@ -130,11 +138,6 @@ def _refuse_known_others(
 ) -> NoReturn | None:
     """Refuses, with the reason and where it runs, what is known and not read."""
     model_type = config.get("model_type")
-    if model_type == AUTOREGRESSIVE_MODEL_TYPE:
-        raise UnknownLayout(
-            f"model_type is {model_type!r}: an autoregressive drafter; load it with "
-            "hf_dspark.modeling_autoregressive.AutoregressiveDrafter"
-        )
     bundled = [key for key in _BUNDLED if key in config]
     bundled += [name for name in tensor_names if name.startswith("mtp.")][:1]
     if bundled:

@@ -30,6 +30,7 @@ LAYER_FIELDS = (
 )
 OWN_FIELDS = (
     "confidence_temperatures",
+    "confidence_offsets",
     "confidence_calibration",
     "draft_top_k",
     "target_name_or_path",

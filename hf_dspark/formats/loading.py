@@ -1,8 +1,8 @@
-"""Foreign folders for `DSparkDrafter.from_pretrained`: their config in our terms, their tensors under our names.
+"""Drafters from wherever they are: foreign folders in our terms, and the class that a folder's config asks for.
 
-Contract: turns the arguments of a call on a foreign folder into those of one that hands transformers a config and a
-state dict, so that dtype, device map, attention implementation and all else work as ever. Tensors are backed by their
-files: the drafter is in memory once. Native folders are left to transformers.
+Contract: for `DSparkDrafter.from_pretrained`, turns the arguments of a call on a foreign folder into those of one that
+hands transformers a config and a state dict, so that dtype, device map, attention implementation and all else work as
+ever. Tensors are backed by their files: the drafter is in memory once. Native folders are left to transformers.
 """
 
 import dataclasses
@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from ..configuration_dspark import DSparkConfig
+from ..modeling_drafter import Drafter
 from .checkpoint import Checkpoint, hub_arguments, read_config
-from .detect import detect
+from .detect import detect, refuse_autoregressive
 from .fields import wrong_types_refused
-from .plan import plan_tensors
+from .plan import drafter_class, plan_tensors
 from .reading import Reading, read_published
 from .safetensors_files import TensorRef
 
@@ -63,7 +64,8 @@ class ForeignDrafter:
         checkpoint = Checkpoint.open(source, headers_only=headers_only, check=read_published, **hub)
         reading = read_published(checkpoint.config, checkpoint.tensors)
         with wrong_types_refused():
-            config = DSparkConfig.from_dict({**reading.fields, **(changes or {})})
+            config_class = drafter_class(reading.fields.get("model_type")).config_class
+            config = config_class.from_dict({**reading.fields, **(changes or {})})
         config.name_or_path = str(source)
         tensors, ignored = plan_tensors(config, checkpoint.tensors, reading.rename)
         return cls(checkpoint, reading, config, tensors, ignored)
@@ -71,6 +73,22 @@ class ForeignDrafter:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The drafter's tensors, backed by their files."""
         return {name: ref.load() for name, ref in self.tensors.items()}
+
+
+def load_drafter(source: str | os.PathLike, **options: Any) -> Drafter:
+    """
+    Loads a drafter of any kind and layout.
+
+    Args:
+        source (`str` or `os.PathLike`): A folder or a Hub repository.
+        options: As in [`DSparkDrafter.from_pretrained`].
+
+    Raises:
+        ValueError: The layout is not read here, or contradicts itself.
+        OSError: There is no such folder.
+    """
+    model_type = read_config(source, **hub_arguments(options)).get("model_type")
+    return drafter_class(model_type).from_pretrained(source, **options)
 
 
 def foreign_arguments(source: str | os.PathLike, arguments: dict[str, Any]) -> dict[str, Any] | None:
@@ -86,6 +104,7 @@ def foreign_arguments(source: str | os.PathLike, arguments: dict[str, Any]) -> d
     """
     hub = hub_arguments(arguments)
     detected = detect(read_config(source, **hub))
+    refuse_autoregressive(detected)
     if detected.family == "native":
         return None
     if arguments.get("variant") is not None:

@@ -14,17 +14,25 @@ import torch
 from transformers.initialization import no_init_weights
 
 from ..configuration_dspark import DSparkConfig
+from ..modeling_autoregressive import AutoregressiveDrafter
+from ..modeling_drafter import Drafter
 from ..modeling_dspark import DSparkDrafter
+from .detect import AUTOREGRESSIVE_MODEL_TYPE
 from .safetensors_files import TensorRef
 
 _NOT_OURS = re.compile(r"^(embed_tokens|lm_head|verifier_lm_head|verifier_norm)\.|rotary_emb\.|^(d2t|t2d)$")
 _FUSED = re.compile(r"^(layers\.\d+\.self_attn)\.qkv_proj\.(weight|bias)$")
 
 
+def drafter_class(model_type: str | None) -> type[Drafter]:
+    """The class of drafters with a config of this type; other projects' are all read as parallel ones."""
+    return AutoregressiveDrafter if model_type == AUTOREGRESSIVE_MODEL_TYPE else DSparkDrafter
+
+
 def expected_shapes(config: DSparkConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of a drafter's tensors by name; takes no memory."""
     with torch.device("meta"), no_init_weights():
-        drafter = DSparkDrafter(config)
+        drafter = drafter_class(config.model_type)(config)
     return {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
 
 

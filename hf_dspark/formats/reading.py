@@ -9,11 +9,11 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from . import deepspec, dflash_config, speculators
-from .detect import NATIVE_MODEL_TYPE, Detected, detect
+from .detect import NATIVE_MODEL_TYPE, OWN_FAMILIES, Detected, detect, refuse_autoregressive
 from .fields import own_fields, wrong_types_refused
 
 _READERS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
-    "native": dict,
+    **dict.fromkeys(OWN_FAMILIES.values(), dict),
     "deepspec": deepspec.read,
     "speculators": speculators.read,
     "specforge": dflash_config.read_specforge,
@@ -60,7 +60,7 @@ def read_published(config: Mapping[str, Any], tensor_names: Collection[str] = ()
     with wrong_types_refused():
         detected = detect(config, tensor_names)
         fields = _READERS[detected.family](config)
-        if detected.family != "native":
+        if detected.family not in OWN_FAMILIES.values():
             fields |= own_fields(config)  # `calibrate` adds its results to a folder of any layout
             fields |= {"model_type": NATIVE_MODEL_TYPE, "architectures": ["DSparkDrafter"]}
             if "sliding_attention" not in fields["layer_types"]:  # how it would slide says nothing
@@ -71,5 +71,9 @@ def read_published(config: Mapping[str, Any], tensor_names: Collection[str] = ()
 
 
 def config_fields(config: dict[str, Any]) -> dict[str, Any]:
-    """A published config as a `DSparkConfig` one; an empty one stays empty."""
-    return read_published(config).fields if config else config
+    """A published config as a `DSparkConfig` one; an empty one stays empty. `ValueError` for other kinds' configs."""
+    if not config:
+        return config
+    reading = read_published(config)
+    refuse_autoregressive(reading.detected)
+    return reading.fields

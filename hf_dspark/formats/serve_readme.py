@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import PurePath
 
+from ..configuration_autoregressive import AutoregressiveConfig
 from ..configuration_dspark import DSparkConfig
 from .checkpoint import looks_local
 
@@ -48,6 +49,10 @@ def readme(config: DSparkConfig, layout: str, *, folder: str, source: str, table
 def serving(config: DSparkConfig, layout: str, *, folder: str, tables: Sequence[str] = ()) -> dict[str, str]:
     """For each server, the commands in Markdown; the arguments are those of [`readme`]."""
     target = _target(config)
+    if isinstance(config, AutoregressiveConfig):
+        code = _transformers(target, folder, "AutoregressiveDrafter")
+        servers = ("vLLM", "SGLang", "llama.cpp")
+        return {"transformers": code} | dict.fromkeys(servers, "Does not read this kind of drafter (autoregressive).")
     return {
         "transformers": _transformers(target, folder),
         "vLLM": _vllm(config, layout, target, folder),
@@ -83,11 +88,11 @@ def _elsewhere(folder: str, layout: str) -> str:
     return f"Not from this layout. Convert it: `hf-dspark convert {shlex.quote(folder)} OUT --to {layout}`."
 
 
-def _transformers(target: str, folder: str) -> str:
+def _transformers(target: str, folder: str, drafter: str = "DSparkDrafter") -> str:
     return _code(
         "import hf_dspark\nfrom transformers import AutoModelForCausalLM\n\n"
         f"target = AutoModelForCausalLM.from_pretrained({target!r})\n"
-        f"drafter = hf_dspark.DSparkDrafter.from_pretrained({folder!r}, dtype=target.dtype)\n"
+        f"drafter = hf_dspark.{drafter}.from_pretrained({folder!r}, dtype=target.dtype)\n"
         "output = target.generate(**inputs, assistant_model=drafter, max_new_tokens=128)",
         "python",
     )

@@ -42,6 +42,7 @@ class DSparkTrainingArguments(TrainingArguments):
     save_total_limit: int | None = field(default=2, metadata={"help": "Checkpoints that are kept."})
     report_to: str | list[str] = field(default="none", metadata={"help": "tensorboard, wandb, trackio ..."})
     remove_unused_columns: bool = field(default=False, metadata={"help": "Not used: rows are no columns."})
+    dataloader_pin_memory: bool = field(default=False, metadata={"help": "Not used: rows are no tensors."})
     max_length: int = field(default=4096, metadata={"help": "Tokens of a row; longer sequences are cut."})
     packing: bool = field(default=True, metadata={"help": "Pack the sequences of a batch into few rows."})
     num_anchors: int = field(default=512, metadata={"help": "Draft blocks a sequence and step."})

@@ -17,13 +17,12 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from ..demo import load_demo_target
-from ..hub import drafter_class
+from ..formats.loading import load_drafter as load_any
 from ..modeling_drafter import Drafter
 from .data import load_examples
 from .examples import TrainingExample, frequent_token_ids, usable
@@ -142,9 +141,8 @@ def load_drafter(pair: PairArguments, target: PreTrainedModel, data: RecipeData,
 
 def _existing_drafter(source: str) -> Drafter:
     """A drafter of the kind that its config says."""
-    config, _ = PreTrainedConfig.get_config_dict(source)
     try:
-        return drafter_class(config.get("model_type")).from_pretrained(source, dtype=torch.float32)
+        return load_any(source, dtype=torch.float32)
     except SafetensorError as error:
         raise ValueError(f"{source}: the weights cannot be read ({error})") from None
 

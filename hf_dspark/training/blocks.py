@@ -2,7 +2,8 @@
 
 Contract: given a drafter's view, the teacher's features and a row with anchors, everything here is a function of them.
 Block i sees the context of its own document before its anchor, and itself, exactly as in decoding. A drafter class
-that drafts in another way offers `draft_training_blocks(view, features, input_ids, anchors)`, for one document.
+that drafts in another way offers `draft_training_hidden(view, features, input_ids, anchors)`, for one document; what
+follows the hidden states is the same for all.
 
 Source: https://huggingface.co/papers/2607.05147, section 3.3. Shape legend: T tokens of a row, A anchors, Q slots of a
 block, K drafts of a block, Vd draft vocabulary.
@@ -10,13 +11,13 @@ block, K drafts of a block, Vd draft vocabulary.
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from ..losses import BlockLosses, LossWeights, block_losses, chunked_block_losses
+from ..losses import BlockLosses, LossWeights, chunked_block_losses
 from ..modeling_dspark import DSparkDrafter
 from ..target import TargetView
 from .collation import PackedRow, pack_row
@@ -80,7 +81,7 @@ class BlockVisibility:
 def training_attention(drafter: DSparkDrafter, device: torch.device) -> Iterator[None]:
     """Flex attention on CUDA (blocks see little of each other: most of the mask is empty), as it was elsewhere."""
     config, before = drafter.config, drafter.config._attn_implementation
-    own_masks = hasattr(drafter, "draft_training_blocks") or config.use_sliding_window
+    own_masks = hasattr(drafter, "draft_training_hidden") or config.use_sliding_window
     if device.type == "cuda" and before in ("sdpa", None) and not own_masks:
         config._attn_implementation_internal = "flex_attention"
     try:
@@ -90,7 +91,9 @@ def training_attention(drafter: DSparkDrafter, device: torch.device) -> Iterator
 
 
 def draft_hidden(view: TargetView, features: TeacherFeatures, row: PackedRow) -> torch.Tensor:
-    """The parallel stage at all anchors of a row: hidden states of the drafting slots, `[A, K, D]`."""
+    """Hidden states of the drafting slots at all anchors of a row, `[A, K, D]`."""
+    if (own := getattr(view.drafter, "draft_training_hidden", None)) is not None:
+        return _hidden_by_document(own, view, features, row)
     config = view.drafter.config
     context, implementation = features.context.to(view.drafter.fc.weight.dtype), config._attn_implementation or "sdpa"
     anchors, documents, positions = row.anchors, row.document_ids, row.position_ids
@@ -120,8 +123,6 @@ def draft_blocks(
     Teacher-forced draft logits `[A, K, Vd]` and confidence logits `[A, K]` of the blocks at `anchors [A]` of one
     document `input_ids [T]`, all at once.
     """
-    if (own := getattr(view.drafter, "draft_training_blocks", None)) is not None:
-        return own(view, features, input_ids, anchors)
     ids = tuple(input_ids.tolist())
     row = pack_row([(0, TrainingExample(ids, (1,) * len(ids)))]).to(input_ids.device)
     row = dataclasses.replace(row, anchors=anchors)
@@ -129,18 +130,18 @@ def draft_blocks(
     return view.drafter.teacher_forced(hidden, view.base_logits(hidden), previous_ids(row, hidden.shape[1]))
 
 
-def _blocks_by_document(
-    view: TargetView, features: TeacherFeatures, row: PackedRow
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """[`draft_blocks`] of each document of a row."""
-    drafted, start = [], 0
+def _hidden_by_document(
+    hidden_of: Callable[..., torch.Tensor], view: TargetView, features: TeacherFeatures, row: PackedRow
+) -> torch.Tensor:
+    """`hidden_of` at the anchors of each document of a row, `[A, K, D]`."""
+    pieces, start = [], 0
     for document in row.documents():
         end = start + len(document.input_ids)
         if len(document.anchors):
-            drafted.append(draft_blocks(view, features.part(start, end), document.input_ids, document.anchors))
+            part = features if end - start == len(row.input_ids) else features.part(start, end)
+            pieces.append(hidden_of(view, part, document.input_ids, document.anchors))
         start = end
-    logits, confidences = zip(*drafted, strict=True)
-    return torch.cat(logits), None if confidences[0] is None else torch.cat(confidences)
+    return torch.cat(pieces)
 
 
 def previous_ids(row: PackedRow, num_drafts: int) -> torch.Tensor:
@@ -179,18 +180,17 @@ def row_outcome(
     offsets = torch.arange(1, num_drafts + 1, device=row.anchors.device)
     labels = (row.anchors[:, None] + offsets).clamp_max(len(row.input_ids) - 1)
     supervised = row.supervised(num_drafts)
-    options: dict[str, Any] = {
-        "label_ids": draft_ids_of(drafter, row.input_ids[labels]),
-        "supervised": supervised,
-        "weights": weights,
-        "denominator": denominator,
-    }
-    if hasattr(drafter, "draft_training_blocks"):
-        draft_logits, confidence_logits = _blocks_by_document(view, features, row)
-        target_probs = features.log_probs_at(labels - 1).exp()
-        losses = block_losses(draft_logits, target_probs, confidence_logits=confidence_logits, **options)
-    else:
-        losses = _chunked_losses(view, features, row, labels, logits_bytes, options)
+    losses = _chunked_losses(
+        view,
+        features,
+        row,
+        labels,
+        logits_bytes,
+        label_ids=draft_ids_of(drafter, row.input_ids[labels]),
+        supervised=supervised,
+        weights=weights,
+        denominator=denominator,
+    )
     draftable = features.draftable(labels - 1)
     return BlockOutcome(losses, losses.matches if draftable is None else losses.matches & draftable, supervised)
 
@@ -201,7 +201,7 @@ def _chunked_losses(
     row: PackedRow,
     labels: torch.Tensor,
     logits_bytes: int,
-    options: dict[str, Any],
+    **options: Any,
 ) -> BlockLosses:
     drafter, num_drafts = view.drafter, view.drafter.config.num_drafts
     hidden = draft_hidden(view, features, row)

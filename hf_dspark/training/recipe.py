@@ -180,6 +180,8 @@ def recipe_of(values: Mapping[str, Any]) -> Recipe:
     for key in values:
         if not isinstance(key, str) or not any(key in known for known in names.values()):
             raise ValueError(unknown(key, set().union(*names.values())))
+    if values.get("output_dir") is None:
+        raise ValueError("output_dir is missing: name the folder of the drafter and its checkpoints, or give --output")
 
     def built(part: Any) -> Any:
         return part(

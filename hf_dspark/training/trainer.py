@@ -106,7 +106,8 @@ class DSparkTrainer(Trainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As [`~transformers.Trainer.train`]; the drafter is in eval mode afterwards."""
         config = self.view.drafter.config
-        config.confidence_temperatures = config.confidence_calibration = None  # they were of the weights until now
+        for name in ("confidence_temperatures", "confidence_offsets", "confidence_calibration"):
+            setattr(config, name, None)  # they were of the weights until now
         config.target_fingerprint = target_fingerprint(self.view.target)  # and so was the target
         config.target_name_or_path = self.view.target.name_or_path or config.target_name_or_path
         config.training_length = self.args.max_length
