@@ -90,19 +90,25 @@ def run(target, drafter, inputs, method, args, options):
 
 
 def cell(target, drafter, prompt_batches, methods, args, options):
-    """Every method on every batch of one kind and size: name -> figures."""
-    runs = {name: [] for name in methods}
-    for number, inputs in enumerate(prompt_batches):
-        names = list(methods)
-        shift = 2 * number % len(names)
-        for name in names[shift:] + names[:shift]:
-            again = [run(target, drafter, inputs, methods[name], args, options) for _ in range(args.repeats)]
-            runs[name].append(min(again, key=lambda r: r.seconds) if args.repeats < 3 else _median(again))
-    return {name: figures(results, runs["plain"]) for name, results in runs.items()}
+    """Every method on every batch of one kind and size, all of them in turn, again and again: name -> figures."""
+    runs = {name: [[] for _ in prompt_batches] for name in methods}
+    for turn in range(args.repeats):
+        for number, inputs in enumerate(prompt_batches):
+            names = list(methods)
+            shift = 2 * (turn + number) % len(names)
+            for name in names[shift:] + names[:shift]:
+                runs[name][number].append(run(target, drafter, inputs, methods[name], args, options))
+    kept = {name: [_median(again) for again in batches] for name, batches in runs.items()}
+    found = {name: figures(results, kept["plain"]) for name, results in kept.items()}
+    for name, row in found.items():  # how far one turn through all batches is from another
+        turns = [sum(again[turn].seconds for again in runs[name]) for turn in range(args.repeats)]
+        row["spread"] = round(max(turns) / min(turns) - 1, 3)
+    return found
 
 
 def _median(results):
-    return sorted(results, key=lambda r: r.seconds)[len(results) // 2]
+    """The middle one by time; of two, the faster."""
+    return sorted(results, key=lambda r: r.seconds)[(len(results) - 1) // 2]
 
 
 def figures(results, plain):
@@ -180,7 +186,7 @@ def main():
     parser.add_argument("--prompts", type=int, default=16, help="prompts of each kind, in batches")
     parser.add_argument("--single-prompts", type=int, default=6, help="prompts at batch 1")
     parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=1, help="of each run; the median counts (of two, the faster)")
+    parser.add_argument("--repeats", type=int, default=1, help="turns through all methods; the median of each run counts")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--profile", help="an SPS profile (JSON); by default it is measured, once")
     parser.add_argument("--json", help="write all figures here")
