@@ -186,7 +186,7 @@ def main():
     parser.add_argument("--prompts", type=int, default=16, help="prompts of each kind, in batches")
     parser.add_argument("--single-prompts", type=int, default=6, help="prompts at batch 1")
     parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=1, help="turns through all methods; the median of each run counts")
+    parser.add_argument("--repeats", type=int, default=1, help="turns through all methods; medians count")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--profile", help="an SPS profile (JSON); by default it is measured, once")
     parser.add_argument("--json", help="write all figures here")
