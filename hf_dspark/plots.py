@@ -6,6 +6,7 @@ matplotlib's global state (pyplot, the backend) is touched.
 
 import math
 import os
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -155,7 +156,7 @@ def plot_reliability(reports: "Sequence[CalibrationReport]", path: str | os.Path
         axes.set_xlabel("predicted", fontsize="medium")
     rows[0][0].legend(frameon=False, fontsize="small", loc="lower right")
     title = "Survival of the first k drafts. " + ("; ".join(names) if len(names) <= 2 else "")
-    figure.suptitle(title, fontsize="small")
+    figure.suptitle(textwrap.fill(title, width=24 * num_drafts), fontsize="small")
     save_figure(figure, path)
 
 
