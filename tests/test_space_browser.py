@@ -1,5 +1,6 @@
 """The Space in a real browser: it streams, stops, shares its engine, shows errors, fits a phone, asks nobody else."""
 
+import contextlib
 import re
 import shutil
 import time
@@ -43,42 +44,26 @@ def browser():
         browser.close()
 
 
-class Tabs:
-    """Open tabs; those of one look are used again, since loading the page takes longer than most tests."""
-
-    def __init__(self, url, browser):
-        self.url, self.browser = url, browser
-        self.pages, self.taken = {}, []
-        self.asked, self.failed = [], []
-
-    def open(self, **options):
-        look = repr(options)
-        page = next((page for page in self.pages.get(look, []) if page not in self.taken), None)
-        if page is None:
-            page = self.browser.new_context(**{"viewport": {"width": 1280, "height": 900}} | options).new_page()
-            page.set_default_timeout(20_000)
-            page.on("request", lambda request: self.asked.append(request.url))
-            page.on("pageerror", lambda error: self.failed.append(str(error)))
-            page.goto(self.url)
-            page.locator("#run").wait_for()
-            self.pages.setdefault(look, []).append(page)
-        self.taken.append(page)
-        page.locator("#compare input").uncheck()
-        return page
-
-
-@pytest.fixture(scope="module")
-def tabs(space, browser):
-    return Tabs(space.url, browser)
-
-
 @pytest.fixture
-def tab(tabs):
+def tab(space, browser):
     """Opens tabs; in the end, nothing may have been asked of another host and no script may have failed."""
-    yield tabs.open
-    tabs.taken.clear()
-    foreign = [url for url in tabs.asked if not url.startswith((tabs.url, "data:", "blob:"))]
-    assert tabs.asked and not foreign and not tabs.failed
+    with contextlib.ExitStack() as stack:
+        asked, failed = [], []
+
+        def new_tab(**options):
+            context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}} | options)
+            stack.callback(context.close)
+            page = context.new_page()
+            page.set_default_timeout(20_000)
+            page.on("request", lambda request: asked.append(request.url))
+            page.on("pageerror", lambda error: failed.append(str(error)))
+            page.goto(space.url)
+            page.locator("#run").wait_for()
+            return page
+
+        yield new_tab
+        foreign = [url for url in asked if not url.startswith((space.url, "data:", "blob:"))]
+        assert asked and not foreign and not failed
 
 
 @pytest.fixture
