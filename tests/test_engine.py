@@ -33,11 +33,11 @@ DRAFTERS = {
 def test_greedy_text_is_plain_generates_whatever_the_batch_size_and_the_order_of_arrival(head):
     target, batch = tiny_target("llama"), prompts()
     drafter, expected = tiny_drafter(target, **head), [plain(target, prompt) for prompt in batch]
-    for max_batch_size, part in ((1, slice(4)), (8, slice(None))) if not head else ((3, slice(None, None, -1)),):
+    for max_batch_size, order in ((1, 1), (8, 1)) if not head else ((3, -1),):
         serving = DSparkEngine(target, drafter, max_batch_size=max_batch_size, scheduler=FixedLength())
-        requests = submit_all(serving, batch[part])
+        requests = submit_all(serving, batch[::order])
         serving.run()
-        assert equal([r.result() for r in requests], expected[part])
+        assert equal([r.result() for r in requests], expected[::order])
         assert_drafted([r for request in requests for r in request.rounds])
         assert all(request.new_ids == request.result()[0, len(request.prompt_ids) :].tolist() for request in requests)
 

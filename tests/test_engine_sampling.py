@@ -109,7 +109,7 @@ def chi_square_p_value(counts, expected):
 
 def test_tokens_at_places_have_the_law_they_are_drawn_from_jointly_over_places():
     probs = torch.tensor([[0.5, 0.0, 0.3, 0.2], [0.1, 0.6, 0.3, 0.0]])
-    counts, num_texts = collections.Counter(), 8000
+    counts, num_texts = collections.Counter(), 20000
     for seed in range(num_texts):
         ids, possible = place_tokens(probs, PlaceNoise(seed, torch.device("cpu")), 3)
         assert possible.all()
