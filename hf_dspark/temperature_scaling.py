@@ -38,6 +38,7 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 0.2, 5.0
 CALIBRATED_FLOORS, EQUAL_FLOORS = 1.5, 0.1
 COARSE_STEPS, FINE_STEPS = 33, 17
 MAX_OFFSET, OFFSET_STEPS = 2.0, 41
+SMALLEST_SHARE = 0.25  # of a position's scaling; one that has to give way further is left alone
 
 Scaling: TypeAlias = tuple[float, float]
 UNSCALED: Scaling = (1.0, 0.0)  # temperature and offset
@@ -144,8 +145,8 @@ def fit_temperatures(logits: "Numbers", num_accepted: "Numbers", *, num_bins: in
     Fits one temperature for each position, left to right (section 3.2.1).
 
     At no position is the ECE of the prefix survival on these rounds above that of the raw logits: where no temperature
-    keeps that promise after earlier ones, the nearest earlier position stays at 1 and the fit starts again. Positions
-    that pass for calibrated keep the temperature 1.
+    keeps that promise after earlier ones, the nearest earlier position gives way, half the way to 1 at first and then
+    all of it, and the fit starts again. Positions that pass for calibrated keep the temperature 1.
 
     Args:
         logits (`torch.Tensor` or array of shape `[N, K]`): Confidence logits, before any temperature.
@@ -182,13 +183,14 @@ def _fit(
     logits, survived = checked_rounds(logits, num_accepted)
     raw = prefix_survival(logits)
     limits = [expected_calibration_error(raw[:, k], survived[:, k], num_bins) for k in range(logits.shape[1])]
-    left_alone: set[int] = set()
+    shares = [1.0] * logits.shape[1]
     while True:
-        found, failed = _fit_once(logits, survived, limits, left_alone, num_bins, with_offsets)
+        found, failed = _fit_once(logits, survived, limits, shares, num_bins, with_offsets)
         if failed is None:
             return tuple(temperature for temperature, _ in found), tuple(offset for _, offset in found)
         # With all earlier positions left alone, so may this one be: it is the raw product then, and this ends.
-        left_alone.add(max(k for k in range(failed) if found[k] != UNSCALED))
+        nearest = max(k for k in range(failed) if found[k] != UNSCALED)
+        shares[nearest] = shares[nearest] / 2 if shares[nearest] > SMALLEST_SHARE else 0.0
 
 
 def checked_rounds(logits: "Numbers", num_accepted: "Numbers") -> tuple[np.ndarray, np.ndarray]:
@@ -215,16 +217,22 @@ def _fit_once(
     logits: np.ndarray,
     survived: np.ndarray,
     limits: Sequence[float],
-    left_alone: set[int],
+    shares: Sequence[float],
     num_bins: int,
     with_offsets: bool,
 ) -> tuple[list[Scaling], int | None]:
-    """Left to right; stops at the first position where nothing keeps within its limit and returns that too."""
+    """
+    Left to right, with so much of each position's best scaling; stops at the first position where nothing keeps within
+    its limit and returns that too.
+    """
     scalings: list[Scaling] = []
     earlier = np.ones(len(logits))
-    for k, limit in enumerate(limits):
+    for k, (limit, share) in enumerate(zip(limits, shares, strict=True)):
         search = _Search(earlier, logits[:, k], survived[:, k], num_bins)
-        found = UNSCALED if k in left_alone else search.best(limit, with_offsets)
+        temperature, offset = search.best(limit, with_offsets) if share else UNSCALED
+        found = (temperature**share, offset * share)
+        if share < 1 and search.error(found) > limit:
+            found = UNSCALED
         if search.error(found) > limit:
             return scalings, k
         scalings.append(found)

@@ -70,9 +70,10 @@ class TeacherHead:
         pieces = []
         for chunk in last_hidden.split(max(HEAD_CHUNK_NUMBERS // self.view.vocab_size, 1)):
             logits = self.logits(chunk)
-            pieces.append((logits.logsumexp(-1), logits.argmax(-1)))
-        log_norm, top_ids = zip(*pieces, strict=True)
-        return torch.cat(log_norm), torch.cat(top_ids)
+            top, top_ids = logits.max(-1)  # one fused kernel each, which logsumexp and argmax are not on CPUs
+            pieces.append((top + functional.cross_entropy(logits, top_ids, reduction="none"), top_ids))
+        log_norm, argmax = zip(*pieces, strict=True)
+        return torch.cat(log_norm), torch.cat(argmax)
 
     def _finished(self, logits: torch.Tensor) -> torch.Tensor:
         logits = logits.float()
@@ -183,7 +184,7 @@ class Teacher:
             view.to_target(input_ids[None]),
             output_hidden_states=[*view.hidden_state_indices, last],
             use_cache=False,
-            logits_to_keep=1,
+            logits_to_keep=torch.tensor([len(input_ids) - 1]),  # a slice would have bfloat16 heads copied on CPUs
             **options,
         ).hidden_states
         context = view.context_features(hidden_states)[0]
