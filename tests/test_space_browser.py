@@ -70,7 +70,7 @@ def tab(space, browser):
 def slow():
     """Makes steps of the target take long enough to watch."""
     plain_text(1)  # while it is still quick
-    hook = tiny_pair().target.model.layers[0].register_forward_pre_hook(lambda *_: time.sleep(0.01))
+    hook = tiny_pair().target.model.layers[0].register_forward_pre_hook(lambda *_: time.sleep(0.03))
     yield
     hook.remove()
 

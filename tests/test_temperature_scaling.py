@@ -98,6 +98,21 @@ def test_an_earlier_position_gives_way_to_a_later_one():
     assert first == 5.0 and second == 1.0
 
 
+def test_an_earlier_position_gives_way_no_further_than_it_must():
+    # Only the first confidences are off. All of their scaling would leave a later position, whose raw figures are good
+    # by chance, a little worse; half of it does not, and is worth having.
+    generator = np.random.default_rng(29)
+    logits = generator.normal(0.3, 1.2, (2000, 4))
+    accepted = generator.random(logits.shape) < 1 / (1 + np.exp(-logits))
+    logits[:, 0] += 0.6
+    num_accepted = accepted.cumprod(axis=1).sum(axis=1)
+    alone = fit_scaling(logits[:, :1], num_accepted.clip(max=1))
+    temperatures, offsets = fit_scaling(logits, num_accepted)
+    assert alone == ((1.0,), (-0.5,)) and (temperatures[0], offsets[0]) == (1.0, -0.25)
+    before, after = errors(logits, num_accepted), errors(logits, num_accepted, temperatures, offsets)
+    assert (after <= before + 1e-12).all() and after[0] < 0.6 * before[0]
+
+
 def test_scaling_keeps_the_order_of_confidences_at_each_position():
     logits, num_accepted = synthetic_rounds((1.6, 0.6, 2.2), 2000)
     fitted = np.array(fit_temperatures(logits, num_accepted))
