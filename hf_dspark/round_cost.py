@@ -48,7 +48,7 @@ class RoundCost:
 
     def __init__(self, profile: "SPSProfile", *, refine: bool = True):
         self.profile, self.refine = profile, refine
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._speed = 0.0  # log of measured over profiled seconds, all rounds
         self._by_kind = np.zeros(2)  # on top of it, of plain rounds and of those that draft
         self._by_size = np.zeros((2, len(_SIZE_ENDS)))  # on top of both: [drafted, size of the verification]
@@ -118,12 +118,11 @@ class RoundCost:
         """
         if not self.refine or not seconds > 0:
             return
-        predicted = self.predict(num_rows, verified, context, drafted=drafted)
-        surprise = math.log(seconds / predicted)
-        surprise = min(max(surprise, -LARGEST_SURPRISE), LARGEST_SURPRISE)
         kind, size = int(drafted), _size(num_rows + verified)
         weight = 1 if drafted else PLAIN_WEIGHT
-        with self._lock:
+        with self._lock:  # from the prediction on: two threads must not both correct what one of them has put right
+            surprise = math.log(seconds / self.predict(num_rows, verified, context, drafted=drafted))
+            surprise = min(max(surprise, -LARGEST_SURPRISE), LARGEST_SURPRISE)
             self._speed += SPEED_SHARE * surprise
             self._by_kind[kind] += KIND_SHARE * surprise
             self._by_size[kind, size] += SIZE_SHARE * weight * surprise
