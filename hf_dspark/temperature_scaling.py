@@ -145,8 +145,8 @@ def fit_temperatures(logits: "Numbers", num_accepted: "Numbers", *, num_bins: in
     Fits one temperature for each position, left to right (section 3.2.1).
 
     At no position is the ECE of the prefix survival on these rounds above that of the raw logits: where no temperature
-    keeps that promise after earlier ones, the nearest earlier position gives way, half the way to 1 at first and then
-    all of it, and the fit starts again. Positions that pass for calibrated keep the temperature 1.
+    keeps that promise after earlier ones, the nearest earlier position keeps a half, then a quarter, then nothing of
+    its scaling, and the fit starts again. Positions that pass for calibrated keep the temperature 1.
 
     Args:
         logits (`torch.Tensor` or array of shape `[N, K]`): Confidence logits, before any temperature.
