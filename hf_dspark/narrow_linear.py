@@ -1,10 +1,9 @@
-"""Linear layers over a few tokens on a CPU: the same product, in the one of two ways that is faster here.
+"""Linear layers over a few tokens on a CPU: the same product, in the one of several ways that is fastest here.
 
-A verification multiplies every weight with a handful of tokens. For such narrow products `x @ W.T` and `(W @ x.T).T`
-differ by a factor of two and more, and which of them wins depends on the machine, the number of tokens and the shape
-(float32 on a processor with AVX-512: alike up to 3 tokens, the second twice as fast from 8 to 48, alike above). So
-within `narrow_linears` each shape is computed both ways on its first calls, which are real work, and the faster way is
-kept as long as the process lives, for this and similar numbers of tokens.
+A verification multiplies every weight with a handful of tokens. For such narrow products `x @ W.T`, `(W @ x.T).T` and
+oneDNN's own product differ by a factor of two and more, and which of them wins depends on the machine, the number of
+tokens and the shape. So within `narrow_linears` each shape is computed every way on its first calls, which are real
+work, and the fastest way is kept as long as the process lives, for this and similar numbers of tokens.
 
 Contract: results differ in rounding only, no weight is copied, and nothing changes outside of the scope or in other
 threads. As the clock chooses, runs repeat up to rounding only; HF_DSPARK_STOCK_LINEAR=1 switches it off, for runs that
@@ -17,7 +16,7 @@ import functools
 import os
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -25,11 +24,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # TorchScript looks for it here, when it compiles the wrapped forward
 
-MOST_TOKENS = 64  # from here on both ways are alike
+MOST_TOKENS = 256  # from here on all ways are alike
 SMALLEST_WEIGHT = 1 << 16  # smaller layers are done before the choice is made
 
 _ORIGINAL = "_hf_dspark_original"  # where the wrapper keeps what it wraps
 _ACTIVE: ContextVar[bool] = ContextVar("hf_dspark_narrow_linears", default=False)
+
+
+Way = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 def _as_it_is(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -37,46 +39,72 @@ def _as_it_is(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
 
 
 def _flipped(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    product = torch.mm(weight, states.reshape(-1, states.shape[-1]).t()).t().contiguous()
+    rows = states.reshape(-1, states.shape[-1])
+    # Two tokens are often done sooner than one, for which matrix libraries take another path.
+    columns = torch.cat([rows, rows]).t() if len(rows) == 1 else rows.t()
+    product = torch.mm(weight, columns)[:, : len(rows)].t().contiguous()
     if bias is not None:
         product += bias
     return product.view(*states.shape[:-1], weight.shape[0])
 
 
+def _onednn(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return torch.ops.mkldnn._linear_pointwise(states.contiguous(), weight, bias, "none", [], "")
+
+
+@functools.cache
+def _has_onednn() -> bool:
+    """Whether this build of torch has oneDNN's product of plain float32 tensors."""
+    try:
+        ones = torch.ones(1, 1)
+        return torch.backends.mkldnn.is_available() and bool((_onednn(ones, ones, None) == 1).all())
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError):
+        return False
+
+
+def ways(dtype: torch.dtype) -> list[Way]:
+    """How products of this type can be computed, the usual way first."""
+    # Of half precision, the usual way is oneDNN's.
+    return [_as_it_is, _flipped, _onednn] if dtype is torch.float32 and _has_onednn() else [_as_it_is, _flipped]
+
+
 class Choice:
     """
-    Between the two ways for one shape.
+    Between `ways` for one shape.
 
-    The shortest of a few runs counts, since what disturbs a run only makes it longer. The unusual way has to win
+    The shortest of a few runs counts, since what disturbs a run only makes it longer. An unusual way has to win
     clearly.
     """
 
     RUNS = 3  # of each way
     CLEARLY = 0.9
 
-    def __init__(self) -> None:
-        self._seconds: list[list[float]] = [[], []]
-        self.way: Callable[..., torch.Tensor] | None = None
+    def __init__(self, ways: Sequence[Way]) -> None:
+        self.ways = ways
+        self._seconds: list[list[float]] = [[] for _ in ways]
+        self.way: Way | None = None
 
     def __call__(self, states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Either the way that was found to be faster, or the one that was tried less often."""
+        """Either the way that was found to be fastest, or one that was tried less often."""
         if self.way is not None:
             return self.way(states, weight, bias)
-        flip = len(self._seconds[1]) < len(self._seconds[0])
+        index = min(range(len(self.ways)), key=lambda i: len(self._seconds[i]))
         began = time.perf_counter()
-        product = (_flipped if flip else _as_it_is)(states, weight, bias)
-        self.note(flip, time.perf_counter() - began)
+        product = self.ways[index](states, weight, bias)
+        self.note(index, time.perf_counter() - began)
         return product
 
-    def note(self, flip: bool, seconds: float) -> None:
-        """Takes note of a run; settles the choice after enough of them."""
-        self._seconds[flip].append(seconds)
-        usual, unusual = self._seconds
-        if min(len(usual), len(unusual)) >= self.RUNS:
-            self.way = _flipped if min(unusual) < self.CLEARLY * min(usual) else _as_it_is
+    def note(self, index: int, seconds: float) -> None:
+        """Takes note of a run of a way; settles the choice after enough of them."""
+        self._seconds[index].append(seconds)
+        if min(map(len, self._seconds)) >= self.RUNS:
+            usual, *unusual = map(min, self._seconds)
+            best = min(unusual, default=usual)
+            self.way = self.ways[1 + unusual.index(best)] if best < self.CLEARLY * usual else self.ways[0]
 
 
-_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, MOST_TOKENS)  # numbers of tokens up to the next share their choices
+# Numbers of tokens up to the next of these share their choices.
+_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, MOST_TOKENS)
 _CHOICES: dict[int, dict[tuple, Choice]] = {}  # by size, then by layer
 
 
@@ -86,9 +114,9 @@ def narrow_linears(num_tokens: int) -> Iterator[None]:
     Within it, in this thread, `nn.Linear` chooses. No gradients flow through what it computes.
 
     Args:
-        num_tokens (`int`): N, of the forward that is to run. One token, or many, are no matter of choice.
+        num_tokens (`int`): N, of the forward that is to run. Many are no matter of choice.
     """
-    if not 1 < num_tokens < MOST_TOKENS or os.environ.get("HF_DSPARK_STOCK_LINEAR", "") not in ("", "0"):
+    if not 0 < num_tokens < MOST_TOKENS or os.environ.get("HF_DSPARK_STOCK_LINEAR", "") not in ("", "0"):
         yield
         return
     choices = _CHOICES.get(_size(num_tokens))
@@ -115,13 +143,14 @@ def linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         or type(weight) not in (nn.Parameter, torch.Tensor)
         or weight.device.type != "cpu"
         or weight.dtype != states.dtype
+        or torch.is_autocast_enabled("cpu")
     ):
         return _as_it_is(states, weight, bias)
     choices = _CHOICES.setdefault(_size(states.numel() // states.shape[-1]), {})
     key = (weight.shape, weight.dtype, torch.get_num_threads())
     choice = choices.get(key)
     if choice is None:
-        choice = choices.setdefault(key, Choice())
+        choice = choices.setdefault(key, Choice(ways(weight.dtype)))
     return choice(states, weight, bias)
 
 

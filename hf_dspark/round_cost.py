@@ -48,7 +48,7 @@ class RoundCost:
 
     def __init__(self, profile: "SPSProfile", *, refine: bool = True):
         self.profile, self.refine = profile, refine
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         self._speed = 0.0  # log of measured over profiled seconds, all rounds
         self._by_kind = np.zeros(2)  # on top of it, of plain rounds and of those that draft
         self._by_size = np.zeros((2, len(_SIZE_ENDS)))  # on top of both: [drafted, size of the verification]
@@ -74,14 +74,13 @@ class RoundCost:
 
     def plain_seconds(self, num_rows: int, context: float) -> float:
         """Seconds of a round that drafts nothing: one token for each of `num_rows` rows."""
-        seconds = self.profile.round_seconds(num_rows, context=context, num_requests=num_rows, drafted=False)
-        drafts = self.profile.draft_seconds(num_rows, context)
-        with_drafts = self.predict(num_rows, 0, context, drafted=True)
+        drafts = float(self.profile.draft_seconds(num_rows, context))
         with self._lock:
-            plain = float(seconds) * self._correction(0, num_rows)
-            speed = math.exp(self._speed)
+            plain = self._learned(num_rows, 0, context, drafted=False)
+            with_drafts = self._learned(num_rows, 0, context, drafted=True)
+            drafts *= math.exp(self._speed)
         # Whatever was measured: a round that verifies no draft is a plain one, and the drafting on top of it.
-        return min(plain, max(with_drafts - float(drafts) * speed, with_drafts / 2))
+        return min(plain, max(with_drafts - drafts, with_drafts / 2))
 
     def plain_is_due(self, num_rows: int, gain: float = 2.0) -> bool:
         """
@@ -101,9 +100,8 @@ class RoundCost:
         """Seconds of one round: `verified` drafts in all rows together."""
         if not drafted:
             return self.plain_seconds(num_rows, context)
-        seconds = self.profile.round_seconds(num_rows + verified, context=context, num_requests=num_rows, drafted=True)
         with self._lock:
-            return float(seconds) * self._correction(1, num_rows + verified)
+            return self._learned(num_rows, verified, context, drafted=True)
 
     def observe(self, num_rows: int, verified: int, context: float, seconds: float, *, drafted: bool) -> None:
         """
@@ -121,7 +119,9 @@ class RoundCost:
         kind, size = int(drafted), _size(num_rows + verified)
         weight = 1 if drafted else PLAIN_WEIGHT
         with self._lock:  # from the prediction on: two threads must not both correct what one of them has put right
-            surprise = math.log(seconds / self.predict(num_rows, verified, context, drafted=drafted))
+            # Each kind learns its own durations. What is known of plain rounds from the other kind is left out here:
+            # no correction could satisfy both where drafting takes no time, and the speed would be torn between them.
+            surprise = math.log(seconds / self._learned(num_rows, verified, context, drafted=drafted))
             surprise = min(max(surprise, -LARGEST_SURPRISE), LARGEST_SURPRISE)
             self._speed += SPEED_SHARE * surprise
             self._by_kind[kind] += KIND_SHARE * surprise
@@ -129,9 +129,12 @@ class RoundCost:
             self._since_plain[_size(num_rows)] = self._since_plain[_size(num_rows)] + 1 if drafted else 0
             self._plain_seen[_size(num_rows)] |= not drafted
 
-    def _correction(self, kind: int, batch_tokens: int) -> float:
-        """Measured over profiled seconds."""
-        return math.exp(self._speed + self._by_kind[kind] + self._by_size[kind, _size(batch_tokens)])
+    def _learned(self, num_rows: int, verified: int, context: float, *, drafted: bool) -> float:
+        """The profile's seconds, corrected by rounds of this kind and size."""
+        tokens = num_rows + verified
+        seconds = self.profile.round_seconds(tokens, context=context, num_requests=num_rows, drafted=drafted)
+        kind = int(drafted)
+        return float(seconds) * math.exp(self._speed + self._by_kind[kind] + self._by_size[kind, _size(tokens)])
 
     def _profiled(self, num_rows: int, num_drafts: int, context: float) -> tuple[np.ndarray, np.ndarray]:
         """The profile's table, and the size class of each entry; contexts are taken in steps of 64 tokens."""

@@ -29,20 +29,30 @@ def states(*shape, seed=0):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(1, 2), (1, 24), (3, 7), (63,)])
+@pytest.mark.parametrize("shape", [(1,), (1, 1), (1, 2), (1, 24), (3, 7), (63,), (1, 255)])
 @pytest.mark.parametrize("bias", [True, False])
-def test_both_ways_compute_the_same(layer, shape, dtype, bias):
+def test_all_ways_compute_the_same(layer, shape, dtype, bias):
     layer = layer.to(dtype)
     if not bias:
         layer.bias = None
     given = states(*shape).to(dtype)
     expected = layer(given)
     with narrow_linears(8):
-        outputs = [layer(given) for _ in range(3 * Choice.RUNS)]
+        outputs = [layer(given) for _ in range(4 * Choice.RUNS)]
     ((choice,),) = [choices.values() for choices in narrow_linear._CHOICES.values()]
     assert choice.way is not None
-    outputs += [way(given, layer.weight, layer.bias) for way in (narrow_linear._flipped, narrow_linear._as_it_is)]
     tolerance = 1e-4 if dtype is torch.float32 else 5e-2
+    assert choice.ways == narrow_linear.ways(dtype)
+    assert narrow_linear._flipped in choice.ways
+    outputs += [way(given, layer.weight, layer.bias) for way in choice.ways]
+    with torch.inference_mode():
+        outputs += [way(given, layer.weight, layer.bias) for way in choice.ways]
+    spread = torch.cat([given, given], -1)[..., ::2]  # not contiguous
+    expected_spread = layer(spread)
+    for way in choice.ways:
+        torch.testing.assert_close(
+            way(spread, layer.weight, layer.bias), expected_spread, rtol=tolerance, atol=tolerance
+        )
     for output in outputs:
         assert output.shape == expected.shape
         assert output.dtype == dtype
@@ -51,31 +61,63 @@ def test_both_ways_compute_the_same(layer, shape, dtype, bias):
 
 
 @pytest.mark.parametrize(
-    ("usual", "unusual", "flips"), [(1.0, 0.5, True), (1.0, 0.95, False), (1.0, 1.0, False), (0.5, 1.0, False)]
+    ("seconds", "chosen"),
+    [
+        ((1.0, 0.5), 1),
+        ((1.0, 0.95), 0),
+        ((1.0, 1.0), 0),
+        ((0.5, 1.0), 0),
+        ((1.0,), 0),
+        ((1.0, 0.5, 0.4), 2),
+        ((1.0, 0.4, 0.5), 1),
+        ((1.0, 2.0, 0.95), 0),
+    ],
 )
-def test_the_unusual_way_has_to_win_clearly(usual, unusual, flips):
-    choice = Choice()
+def test_an_unusual_way_has_to_win_clearly(seconds, chosen):
+    ways = [object() for _ in seconds]
+    choice = Choice(ways)
     for run in range(Choice.RUNS):
         assert choice.way is None
-        choice.note(False, usual + run)  # what disturbs a run makes it longer; the shortest counts
-        choice.note(True, unusual + run)
-    assert choice.way is (narrow_linear._flipped if flips else narrow_linear._as_it_is)
+        for index, shortest in enumerate(seconds):
+            choice.note(index, shortest + run)  # what disturbs a run makes it longer; the shortest counts
+    assert choice.way is ways[chosen]
 
 
-def test_both_ways_are_tried_before_one_is_kept(layer, monkeypatch):
+def test_all_ways_are_tried_before_one_is_kept(layer, monkeypatch):
     tried = []
-    for name in ("_as_it_is", "_flipped"):
-        way = getattr(narrow_linear, name)
-        monkeypatch.setattr(narrow_linear, name, lambda *args, name=name, way=way: tried.append(name) or way(*args))
+
+    def noted(way):
+        return lambda *args: tried.append(way) or way(*args)
+
+    ways = narrow_linear.ways(torch.float32)
+    monkeypatch.setattr(narrow_linear, "ways", lambda dtype: [noted(way) for way in ways])
     with narrow_linears(8):
-        for _ in range(2 * Choice.RUNS):
+        for _ in range(len(ways) * Choice.RUNS):
             layer(states(1, 8))
-        assert sorted(tried) == ["_as_it_is"] * Choice.RUNS + ["_flipped"] * Choice.RUNS
+        assert tried == ways * Choice.RUNS  # in turn: what slows the machine for a while slows them all
         kept = set()
         for _ in range(5):
             layer(states(1, 8))
             kept.add(tried[-1])
         assert len(kept) == 1
+
+
+def test_without_onednn_there_are_two_ways(layer, monkeypatch):
+    def missing(*args):
+        raise AttributeError("no such operator")
+
+    assert len(narrow_linear.ways(torch.bfloat16)) == 2
+    monkeypatch.setattr(narrow_linear, "_onednn", missing)
+    narrow_linear._has_onednn.cache_clear()
+    try:
+        assert len(narrow_linear.ways(torch.float32)) == 2
+        with narrow_linears(8):
+            for _ in range(2 * Choice.RUNS):
+                torch.testing.assert_close(
+                    layer(states(1, 8)), nn.functional.linear(states(1, 8), layer.weight, layer.bias)
+                )
+    finally:
+        narrow_linear._has_onednn.cache_clear()
 
 
 @pytest.mark.parametrize("flips", [True, False])
@@ -97,11 +139,10 @@ def test_where_there_is_nothing_to_gain_nobody_is_asked_any_more(layer, flips, m
     assert len(asked) == 2 * flips + 1
 
 
-@pytest.mark.parametrize("num_tokens", [1, MOST_TOKENS])
-def test_one_token_and_many_take_the_usual_way(layer, num_tokens):
-    with narrow_linears(num_tokens):
-        assert layer(states(1, num_tokens)).equal(
-            nn.functional.linear(states(1, num_tokens), layer.weight, layer.bias)
+def test_many_tokens_take_the_usual_way(layer):
+    with narrow_linears(MOST_TOKENS):
+        assert layer(states(1, MOST_TOKENS)).equal(
+            nn.functional.linear(states(1, MOST_TOKENS), layer.weight, layer.bias)
         )
     assert not narrow_linear._CHOICES
 
