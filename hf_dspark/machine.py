@@ -16,6 +16,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from .modeling_dspark import DSparkDrafter
+from .narrow_linear import ways
 from .target import target_fingerprint
 
 # Fields of a drafter's config that decide what it computes, with weights of whatever values.
@@ -59,6 +60,7 @@ def describe(target: PreTrainedModel, drafter: DSparkDrafter | None) -> dict[str
         **({} if drafter is None else _model("drafter", drafter)),
         "block_size": None if drafter is None else drafter.config.num_drafts,
         "threads": torch.get_num_threads(),
+        "narrow_products": [way.__name__.strip("_") for way in ways(target.dtype)],
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "hf_dspark": hf_dspark.__version__,

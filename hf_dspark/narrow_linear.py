@@ -52,6 +52,10 @@ def _onednn(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     return torch.ops.mkldnn._linear_pointwise(states.contiguous(), weight, bias, "none", [], "")
 
 
+def _switched_off() -> bool:
+    return os.environ.get("HF_DSPARK_STOCK_LINEAR", "") not in ("", "0")
+
+
 @functools.cache
 def _has_onednn() -> bool:
     """Whether this build of torch has oneDNN's product of plain float32 tensors."""
@@ -64,6 +68,8 @@ def _has_onednn() -> bool:
 
 def ways(dtype: torch.dtype) -> list[Way]:
     """How products of this type can be computed, the usual way first."""
+    if _switched_off():
+        return [_as_it_is]
     # Of half precision, the usual way is oneDNN's.
     return [_as_it_is, _flipped, _onednn] if dtype is torch.float32 and _has_onednn() else [_as_it_is, _flipped]
 
@@ -116,7 +122,7 @@ def narrow_linears(num_tokens: int) -> Iterator[None]:
     Args:
         num_tokens (`int`): N, of the forward that is to run. Many are no matter of choice.
     """
-    if not 0 < num_tokens < MOST_TOKENS or os.environ.get("HF_DSPARK_STOCK_LINEAR", "") not in ("", "0"):
+    if not 0 < num_tokens < MOST_TOKENS or _switched_off():
         yield
         return
     choices = _CHOICES.get(_size(num_tokens))
