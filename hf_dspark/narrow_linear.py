@@ -78,11 +78,11 @@ class Choice:
     """
     Between `ways` for one shape.
 
-    The shortest of a few runs counts, since what disturbs a run only makes it longer. An unusual way has to win
+    The shortest of some runs counts, since what disturbs a run only makes it longer. An unusual way has to win
     clearly.
     """
 
-    RUNS = 3  # of each way
+    RUNS, SECONDS = 3, 0.01  # of each way, at the least: the first runs of a process find cold caches and threads
     CLEARLY = 0.9
 
     def __init__(self, ways: Sequence[Way]) -> None:
@@ -103,7 +103,7 @@ class Choice:
     def note(self, index: int, seconds: float) -> None:
         """Takes note of a run of a way; settles the choice after enough of them."""
         self._seconds[index].append(seconds)
-        if min(map(len, self._seconds)) >= self.RUNS:
+        if min(map(len, self._seconds)) >= self.RUNS and min(map(sum, self._seconds)) >= self.SECONDS:
             usual, *unusual = map(min, self._seconds)
             best = min(unusual, default=usual)
             self.way = self.ways[1 + unusual.index(best)] if best < self.CLEARLY * usual else self.ways[0]

@@ -15,6 +15,7 @@ OUT, IN = 320, 256  # large enough to be worth a choice
 @pytest.fixture(autouse=True)
 def no_choices(monkeypatch):
     monkeypatch.setattr(narrow_linear, "_CHOICES", {})
+    monkeypatch.setattr(Choice, "SECONDS", 0.0)  # a few runs are enough here
 
 
 @pytest.fixture
@@ -81,6 +82,19 @@ def test_an_unusual_way_has_to_win_clearly(seconds, chosen):
         for index, shortest in enumerate(seconds):
             choice.note(index, shortest + run)  # what disturbs a run makes it longer; the shortest counts
     assert choice.way is ways[chosen]
+
+
+def test_short_runs_count_only_when_there_are_enough_of_them(monkeypatch):
+    monkeypatch.setattr(Choice, "SECONDS", 0.01)
+    ways = [object(), object()]
+    choice = Choice(ways)
+    for _ in range(9):
+        choice.note(0, 0.001)
+        choice.note(1, 0.0012)
+        assert choice.way is None
+    choice.note(0, 0.001)
+    choice.note(1, 0.0005)  # at last
+    assert choice.way is ways[1]
 
 
 def test_all_ways_are_tried_before_one_is_kept(layer, monkeypatch):
