@@ -13,6 +13,7 @@ Shape legend: N tokens, Din and Dout sizes of a layer.
 """
 
 import functools
+import itertools
 import os
 import time
 from bisect import bisect_left
@@ -139,11 +140,13 @@ def narrow_linears(num_tokens: int) -> Iterator[None]:
 
 
 def linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """
-    `states [..., Din]` times the transposed `weight [Dout, Din]`, plus `bias [Dout]`.
+    """`states [..., Din]` times the transposed `weight [Dout, Din]`, plus `bias [Dout]`."""
+    choice = _choice(states, weight)
+    return _as_it_is(states, weight, bias) if choice is None else choice(states, weight, bias)
 
-    Meant for few tokens and large plain weights on a CPU; anything else takes the usual way.
-    """
+
+def _choice(states: torch.Tensor, weight: torch.Tensor) -> Choice | None:
+    """The choice for a product of few tokens and a large plain weight on a CPU; anything else takes the usual way."""
     if (
         weight.numel() < SMALLEST_WEIGHT
         or type(weight) not in (nn.Parameter, torch.Tensor)
@@ -151,13 +154,33 @@ def linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         or weight.dtype != states.dtype
         or torch.is_autocast_enabled("cpu")
     ):
-        return _as_it_is(states, weight, bias)
+        return None
     choices = _CHOICES.setdefault(_size(states.numel() // states.shape[-1]), {})
     key = (weight.shape, weight.dtype, torch.get_num_threads())
     choice = choices.get(key)
     if choice is None:
         choice = choices.setdefault(key, Choice(ways(weight.dtype)))
-    return choice(states, weight, bias)
+    return choice
+
+
+@torch.no_grad()
+def settle(model: nn.Module, most_tokens: int) -> None:
+    """Lets the layers of `model` choose now, for up to `most_tokens` tokens: work to come is not slowed by it then."""
+    if _switched_off():
+        return
+    alike: dict[tuple, list[nn.Linear]] = {}
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            alike.setdefault((module.weight.shape, module.weight.dtype), []).append(module)
+    for size in _SIZES[: _size(min(most_tokens, MOST_TOKENS - 1)) + 1]:
+        for layers in alike.values():
+            states = layers[0].weight.new_ones(min(size, MOST_TOKENS - 1), layers[0].in_features)
+            # One layer after the other, so that weights come out of memory as they do in decoding.
+            for layer in itertools.cycle(layers):
+                choice = _choice(states, layer.weight)
+                if choice is None or choice.way is not None:
+                    break
+                choice(states, layer.weight, layer.bias)
 
 
 def _size(num_tokens: int) -> int:

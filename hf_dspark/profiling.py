@@ -23,6 +23,7 @@ from transformers.utils import logging
 
 from .machine import describe
 from .modeling_dspark import DSparkDrafter
+from .narrow_linear import settle
 from .packed import packs
 from .profile_cache import cached
 from .sps_profile import DraftPoint, LoopPoint, SPSProfile, VerifyPoint
@@ -52,7 +53,7 @@ def profile_sps(
     """
     Measures the step times of a pair of models on the device they are on, with as many threads as torch uses now.
 
-    About 15 seconds on a CPU, a few on a GPU. Where even three samples a point would take longer than twice that,
+    Some 25 seconds on a CPU, a few on a GPU. Where even three samples a point would take longer than twice that,
     fewer points are measured.
 
     Args:
@@ -85,6 +86,9 @@ def profile_sps(
         )
     began = time.perf_counter()
     with _undisturbed(target, drafter), _Progress(progress) as bar:
+        for model in (target, drafter):
+            if model is not None:
+                settle(model, max_batch_tokens)
         plan = _Plan(target, drafter, num_drafts, max_batch_tokens, contexts)
         tasks = _sample(plan.tasks, repeats, bar)
         within = time.perf_counter() - began < 2 * BUDGET_SECONDS

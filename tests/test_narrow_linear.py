@@ -161,6 +161,31 @@ def test_many_tokens_take_the_usual_way(layer):
     assert not narrow_linear._CHOICES
 
 
+def test_layers_can_be_made_to_choose_beforehand(layer):
+    class Wrapped(nn.Parameter):
+        pass
+
+    other = nn.Linear(IN, OUT, bias=False)
+    odd = nn.Linear(2 * IN, OUT)
+    odd.weight = Wrapped(odd.weight, requires_grad=False)
+    model = nn.Sequential(layer, other, nn.Linear(4, 4), odd, nn.Linear(2 * IN, OUT, dtype=torch.bfloat16))
+    narrow_linear.settle(model, 5)
+    assert sorted(narrow_linear._CHOICES) == [narrow_linear._size(n) for n in (1, 2, 3, 4, 6)]
+    for choices in narrow_linear._CHOICES.values():
+        assert {key[0] for key in choices} == {(OUT, IN), (OUT, 2 * IN)}
+        assert all(choice.way is not None for choice in choices.values())
+    assert layer.weight.grad is None
+    narrow_linear.settle(model, 10 * MOST_TOKENS)
+    assert len(narrow_linear._CHOICES) == len(narrow_linear._SIZES)
+
+
+def test_switched_off_nothing_is_chosen_beforehand(layer, monkeypatch):
+    monkeypatch.setenv("HF_DSPARK_STOCK_LINEAR", "1")
+    narrow_linear.settle(layer, 8)
+    assert not narrow_linear._CHOICES
+    assert len(narrow_linear.ways(torch.float32)) == 1
+
+
 def test_small_layers_and_subclasses_of_a_parameter_take_the_usual_way(layer):
     class Wrapped(nn.Parameter):
         pass
