@@ -204,7 +204,7 @@ def _step_times(figures: CardFigures) -> str:
     threads = f", {known['threads']} CPU thread{'s'[: known['threads'] != 1]}" if known.get("threads") else ""
     text = (
         f"On {devices}{threads}, {known.get('target_dtype', 'dtype not stated')}, {profile.contexts[0]:,} cached "
-        "tokens a row; medians. A round drafts and verifies, with as few rows as can hold its tokens."
+        "tokens a row; lower quartiles. A round drafts and verifies, with as few rows as can hold its tokens."
     )
     rows = []
     for size in profile.to_sglang()["sample_batch_tokens"]:

@@ -5,7 +5,7 @@ target's packed forward), *draft* (the drafter's block) and *loop* (everything e
 many tokens takes, keeps the jags of the curve, and reads and writes JSON, its own and SGLang's. It knows nothing about
 models, devices or how a time was taken; `profiling.py` measures.
 
-How a prediction is made from medians:
+How a prediction is made from the lower quartiles of samples (see `_seconds`):
 - Two curves at the smallest context run through the measured token counts: *packed* rounds, with as few rows as can
   hold the tokens, and *plain* ones, a token a row. A round of R rows lies between them, linearly in R.
 - Longer context adds seconds per cached token (R * context), as measured between neighbouring contexts. A row that
@@ -251,8 +251,8 @@ class SPSProfile:
                 if count not in fewest or point.num_requests < fewest[count].num_requests:
                     fewest[count] = point
                 if point.num_requests == count:
-                    plain[count] = _median(point)
-        packed = Curve({count: _median(point) for count, point in fewest.items()})
+                    plain[count] = _seconds(point)
+        packed = Curve({count: _seconds(point) for count, point in fewest.items()})
         if max(plain, default=1) == 1:
             return packed, Curve({1: 0.0})
         # Both are curves of their own between their points, so the gap bends at the points of either.
@@ -266,7 +266,7 @@ class SPSProfile:
     def _verify_context(self) -> ContextPrice:
         return ContextPrice(
             {
-                (point.context, point.num_requests, point.batch_tokens / point.num_requests): _median(point)
+                (point.context, point.num_requests, point.batch_tokens / point.num_requests): _seconds(point)
                 for point in self.verify_points
             }
         )
@@ -274,22 +274,26 @@ class SPSProfile:
     @functools.cached_property
     def _draft_curve(self) -> Curve:
         smallest = min((point.context for point in self.draft_points), default=0)
-        return Curve({point.num_requests: _median(point) for point in self.draft_points if point.context == smallest})
+        return Curve({point.num_requests: _seconds(point) for point in self.draft_points if point.context == smallest})
 
     @functools.cached_property
     def _draft_context(self) -> ContextPrice:
-        return ContextPrice({(point.context, point.num_requests, 1.0): _median(point) for point in self.draft_points})
+        return ContextPrice({(point.context, point.num_requests, 1.0): _seconds(point) for point in self.draft_points})
 
     @functools.cached_property
     def _loop_curve(self) -> Curve:
-        return Curve({point.num_requests: _median(point) for point in self.loop_points})
+        return Curve({point.num_requests: _seconds(point) for point in self.loop_points})
 
 
 _POINTS: dict[str, type] = {"verify_points": VerifyPoint, "draft_points": DraftPoint, "loop_points": LoopPoint}
 
 
-def _median(point: VerifyPoint | DraftPoint | LoopPoint) -> float:
-    return float(np.median(point.seconds))
+def _seconds(point: VerifyPoint | DraftPoint | LoopPoint) -> float:
+    """
+    The lower quartile: what disturbs a step only makes it longer. And a size that looks dearer than it is is not
+    chosen, so that nothing ever corrects it, while one that looks cheaper is found out by the rounds that choose it.
+    """
+    return float(np.quantile(point.seconds, 0.25))
 
 
 def _like(given: Any, seconds: np.ndarray | float) -> Any:

@@ -23,8 +23,8 @@ def profile(*points, drafts=(), loops=(), **options):
 SHORT = (verify(1, 1, 100, 1.0), verify(4, 1, 100, 2.5), verify(8, 2, 100, 3.0))
 
 
-def test_a_point_is_its_median_and_between_points_time_is_linear():
-    times = profile(verify(1, 1, 0, 9.0, 1.0, 1.2), verify(4, 1, 0, 2.7))
+def test_a_point_is_its_lower_quartile_and_between_points_time_is_linear():
+    times = profile(verify(1, 1, 0, 9.0, 1.0, 1.4), verify(4, 1, 0, 2.7))  # halfway from the least to the second
     assert times.verify_seconds(1) == 1.2
     assert times.verify_seconds(2) == pytest.approx(1.7)
     assert times.verify_seconds(4) == 2.7
@@ -85,11 +85,12 @@ def test_a_round_is_verification_drafting_and_loop():
     times = profile(*SHORT, drafts=drafts, loops=loops)
     assert times.draft_seconds(4) == pytest.approx(0.5)
     assert times.draft_seconds(4, 200) == pytest.approx(0.5 + 400 * 0.001)
-    assert times.loop_seconds(2) == pytest.approx(0.02)
-    assert times.round_seconds(8) == pytest.approx(3.0 + 0.3 + 0.02)
-    assert times.round_seconds(8, drafted=False) == pytest.approx(3.0 + 0.02)
-    assert times.steps_per_second(8) == pytest.approx(1 / 3.32)
-    assert times.steps_per_second(8, 300) == pytest.approx(1 / (3.0 + 0.7 + 0.02))
+    loop = 0.005 + (0.05 - 0.005) / 4
+    assert times.loop_seconds(2) == pytest.approx(loop)
+    assert times.round_seconds(8) == pytest.approx(3.0 + 0.3 + loop)
+    assert times.round_seconds(8, drafted=False) == pytest.approx(3.0 + loop)
+    assert times.steps_per_second(8) == pytest.approx(1 / (3.3 + loop))
+    assert times.steps_per_second(8, 300) == pytest.approx(1 / (3.0 + 0.7 + loop))
 
 
 def test_an_array_is_the_same_as_its_numbers():

@@ -66,7 +66,7 @@ def run_profile(args: argparse.Namespace) -> int:
     known = profile.description
     print(
         f"\n{known['target']}, {known['target_dtype']}, on {', '.join(known['target_devices'].values())}, "
-        f"threads: {known['threads']}; measured in {known['measuring_seconds']:.0f} s, medians"
+        f"threads: {known['threads']}; measured in {known['measuring_seconds']:.0f} s, lower quartiles"
     )
     if args.output:
         profile.save(args.output)
