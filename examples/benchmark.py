@@ -139,40 +139,49 @@ def print_cell(kind, size, found):
 def summary(cells):
     """How `auto` fares over all cells: against plain decoding, and against the best fixed length of each (or none)."""
     rows = [cell["methods"] for cell in cells if "auto" in cell["methods"]]
-    best = [max(v["ratio"] for k, v in row.items() if k.startswith(("fixed", "no drafts"))) for row in rows]
-    against_fixed = [row["auto"]["ratio"] / ratio for row, ratio in zip(rows, best, strict=True)]
-    return {
-        "cells": len(rows),
-        "auto_against_plain_least": min(row["auto"]["ratio"] for row in rows),
-        "auto_against_best_fixed_at_least_0.98": sum(ratio >= 0.98 for ratio in against_fixed),
-        "auto_against_best_fixed_least": round(min(against_fixed), 3),
-    }
+    report = {"cells": len(rows), "auto_against_plain_least": min(row["auto"]["ratio"] for row in rows)}
+    for name, kinds in {"best_fixed": ("fixed",), "best_fixed_or_none": ("fixed", "no drafts")}.items():
+        best = [max((v["ratio"] for k, v in row.items() if k.startswith(kinds)), default=0) for row in rows]
+        against = [row["auto"]["ratio"] / ratio for row, ratio in zip(rows, best, strict=True) if ratio]
+        if against:
+            report[f"auto_against_{name}_at_least_0.98"] = sum(ratio >= 0.98 for ratio in against)
+            report[f"auto_against_{name}_least"] = round(min(against), 3)
+    return report
 
 
 def plot(cells, path):
-    """Drafts verified and throughput against batch size, for each kind of prompts."""
+    """Drafts verified and throughput against batch size, for each kind of prompts (the paper's Figure 8)."""
     from matplotlib.figure import Figure  # the extra `plot`
+    from matplotlib.lines import Line2D
 
     figure = Figure(figsize=(9, 4), layout="constrained")
     lengths, speeds = figure.subplots(1, 2)
     colors = {"easy": "#0b7285", "mixed": "#e8590c", "hostile": "#868e96"}
+    fixed = sorted({name for cell in cells for name in cell["methods"] if name.startswith("fixed")})[-1:]
+    styles = {"auto": "o-", **dict.fromkeys(fixed, "x:"), "no drafts": "--"}
     for kind, color in colors.items():
-        own = [cell for cell in cells if cell["kind"] == kind]
+        own = sorted((cell for cell in cells if cell["kind"] == kind), key=lambda cell: cell["batch"])
         sizes = [cell["batch"] for cell in own]
-        lengths.plot(sizes, [c["methods"]["auto"]["verify_length"] for c in own], "o-", color=color, label=kind)
-        speeds.plot(sizes, [c["methods"]["auto"]["ratio"] for c in own], "o-", color=color, label=f"auto, {kind}")
-        whole = [c["methods"][max(k for k in c["methods"] if k.startswith("fixed"))]["ratio"] for c in own]
-        speeds.plot(sizes, whole, "x:", color=color, linewidth=1, label=f"whole block, {kind}")
+        lengths.plot(sizes, [cell["methods"]["auto"]["verify_length"] for cell in own], "o-", color=color, label=kind)
+        for name, style in styles.items():
+            kept = [(cell["batch"], cell["methods"][name]["ratio"]) for cell in own if name in cell["methods"]]
+            if kept:
+                speeds.plot(*zip(*kept, strict=True), style, color=color, linewidth=2 if name == "auto" else 1)
     speeds.axhline(1, color="black", linewidth=0.8)
-    lengths.set(title="drafts verified per row and round", ylim=(0, None))
-    speeds.set(title="throughput over plain generate")
+    lengths.set(title="auto: drafts verified per row and round", ylim=(0, None))
+    speeds.set(title="throughput over plain generate", ylim=(0, None))
+    lengths.legend(frameon=False, fontsize=8)
+    keys = [
+        Line2D([], [], color="#495057", marker=s.strip("-:"), ls=s.strip("ox"), label=n) for n, s in styles.items()
+    ]
+    speeds.legend(handles=keys, frameon=False, fontsize=8)
+    sizes = sorted({cell["batch"] for cell in cells})
     for axes in (lengths, speeds):
         axes.set_xscale("log", base=2)
         axes.set_xticks(sizes, map(str, sizes))
         axes.set_xlabel("batch size")
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=150)
 
 
@@ -191,7 +200,16 @@ def main():
     parser.add_argument("--profile", help="an SPS profile (JSON); by default it is measured, once")
     parser.add_argument("--json", help="write all figures here")
     parser.add_argument("--plot", help="write a figure here (PNG)")
+    parser.add_argument(
+        "--read", nargs="+", help="JSON files of earlier runs: draw and sum up their cells, run nothing"
+    )
     args = parser.parse_args()
+    if args.read:
+        cells = [cell for path in args.read for cell in json.loads(Path(path).read_text(encoding="utf-8"))["cells"]]
+        print(json.dumps(summary(cells)))
+        if args.plot:
+            plot(cells, args.plot)
+        return
     torch.set_num_threads(args.threads)
     target, tokenizer, drafter = load_demo_pair()
     methods = all_methods(drafter.config.num_drafts)
@@ -214,7 +232,7 @@ def main():
             report["cells"].append({"kind": kind, "batch": size, "methods": found})
             if args.json:
                 Path(args.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    if "auto" in methods and any(name.startswith("fixed") for name in methods):
+    if "auto" in methods:
         report["summary"] = summary(report["cells"])
         print("\n" + json.dumps(report["summary"]))
     if args.json:

@@ -52,7 +52,6 @@ class AutoCall(LookaheadCall):
 
     MEMORY = 0.9  # what one round leaves of the weight of those before it
     PRIOR_ROUNDS = 2.0  # how many rounds the benefit of the doubt counts as
-    CAUTION = 1.1  # confidences err: drafts that promise little more than their time is worth are not verified
     LEAD = 16.0  # tokens ahead of the last row after which a row counts for much less
     MOST_GROUPS = 8  # rows of similar pace are taken together
     FIRST_PAUSE, LONGEST_PAUSE = 8, 32  # rounds without drafts
@@ -69,9 +68,6 @@ class AutoCall(LookaheadCall):
     def gain(self) -> float:
         """Tokens per second of recent drafted rounds over those of plain decoding."""
         return self._tokens / self._time
-
-    def long_run_rate(self, num_rows: int, context: float) -> float:
-        return self.CAUTION * super().long_run_rate(num_rows, context)
 
     def weights(self, request: ScheduleRequest) -> np.ndarray | float:
         """

@@ -162,11 +162,11 @@ def test_time_is_charged_at_what_decoding_gains_but_never_below_plain():
     journey = Journey(call)
     journey.rounds(100, FINE)
     call.verify_lengths(ScheduleRequest(torch.full((1, 7), 0.9), [7], [0], 0))
-    assert call.long_run_rate(1, 0.0) == pytest.approx(call.CAUTION * plain * call.gain)
+    assert call.long_run_rate(1, 0.0) == pytest.approx(plain * call.gain)
     journey.rounds(100, HOSTILE)
     assert call.gain < 1
     call.verify_lengths(ScheduleRequest(torch.full((1, 7), 0.9), [7], [0], 0))
-    assert call.long_run_rate(1, 0.0) == pytest.approx(call.CAUTION * plain)
+    assert call.long_run_rate(1, 0.0) == pytest.approx(plain)
 
 
 def test_on_a_flat_cost_nothing_is_ever_paused():

@@ -94,7 +94,15 @@ def test_benchmark_compares_every_method_on_every_kind_of_prompts(tmp_path):
     assert all(row["identical"] for cell in cells[::2] for row in cell["methods"].values())
     assert all(row["ratio"] > 0 for cell in cells for row in cell["methods"].values())
     assert figure.read_bytes().startswith(b"\x89PNG")
-    assert json.loads(lines[-1])["cells"] == 4
+    found = json.loads(lines[-1])
+    assert found["cells"] == 4
+    assert found["auto_against_best_fixed_least"] == found["auto_against_best_fixed_or_none_least"] > 0
+    again = tmp_path / "again.png"
+    lines = run_example("benchmark.py", "--read", str(report), str(report), "--plot", str(again))
+    assert json.loads(lines[-1]) == found | {
+        name: 2 * found[name] for name in ("cells", *(key for key in found if key.endswith("0.98")))
+    }
+    assert again.read_bytes().startswith(b"\x89PNG")
 
 
 def measured_profile(tmp_path):
