@@ -9,6 +9,7 @@ Source: https://huggingface.co/papers/2607.05147, section 3.2. Shape legend: R a
 of a verification.
 """
 
+import functools
 import math
 import threading
 from typing import TYPE_CHECKING
@@ -32,6 +33,8 @@ PLAIN_EVERY, FIRST_PLAIN = 64, 8
 # A round that took more than twice (or less than half) the prediction was interrupted; it counts as that much.
 LARGEST_SURPRISE = math.log(2)
 MOST_TABLES = 512  # kept at a time; a table is R * K + 1 numbers
+MOST_SIZES = 4096  # single numbers that are kept
+CONTEXT_STEP = 64  # contexts are taken in steps of so many tokens
 
 # Rounds of similar size share what is learned about them: 1, 2, 3, 4, 5-6, 7-8, 9-12, 13-16, 17-24, ... tokens.
 _SIZE_ENDS = np.array([1, *(end for power in range(1, 24) for end in (2**power, 3 * 2 ** (power - 1)))])
@@ -56,6 +59,13 @@ class RoundCost:
         self._plain_seen = np.zeros(len(_SIZE_ENDS), dtype=bool)
         self._tables: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = {}
 
+        @functools.lru_cache(maxsize=MOST_SIZES)
+        def profiled_round(num_rows: int, verified: int, step: int, drafted: bool) -> float:
+            tokens, context = num_rows + verified, step * CONTEXT_STEP
+            return float(profile.round_seconds(tokens, context=context, num_requests=num_rows, drafted=drafted))
+
+        self._profiled_round = profiled_round
+
     def seconds(self, num_rows: int, num_drafts: int, context: float) -> np.ndarray:
         """
         Seconds of a round that drafts, for every total verify length.
@@ -74,7 +84,8 @@ class RoundCost:
 
     def plain_seconds(self, num_rows: int, context: float) -> float:
         """Seconds of a round that drafts nothing: one token for each of `num_rows` rows."""
-        drafts = float(self.profile.draft_seconds(num_rows, context))
+        step = _step(context)
+        drafts = self._profiled_round(num_rows, 0, step, True) - self._profiled_round(num_rows, 0, step, False)
         with self._lock:
             plain = self._learned(num_rows, 0, context, drafted=False)
             with_drafts = self._learned(num_rows, 0, context, drafted=True)
@@ -131,19 +142,20 @@ class RoundCost:
 
     def _learned(self, num_rows: int, verified: int, context: float, *, drafted: bool) -> float:
         """The profile's seconds, corrected by rounds of this kind and size."""
-        tokens = num_rows + verified
-        seconds = self.profile.round_seconds(tokens, context=context, num_requests=num_rows, drafted=drafted)
-        kind = int(drafted)
-        return float(seconds) * math.exp(self._speed + self._by_kind[kind] + self._by_size[kind, _size(tokens)])
+        seconds = self._profiled_round(num_rows, verified, _step(context), drafted)
+        kind, size = int(drafted), _size(num_rows + verified)
+        return seconds * math.exp(self._speed + self._by_kind[kind] + self._by_size[kind, size])
 
     def _profiled(self, num_rows: int, num_drafts: int, context: float) -> tuple[np.ndarray, np.ndarray]:
-        """The profile's table, and the size class of each entry; contexts are taken in steps of 64 tokens."""
-        step = round(context / 64)
+        """The profile's table, and the size class of each entry."""
+        step = _step(context)
         key = (num_rows, num_drafts, step)
         found = self._tables.get(key)
         if found is None:
             batch_tokens: np.ndarray = num_rows + np.arange(num_rows * num_drafts + 1)
-            table = self.profile.round_seconds(batch_tokens, context=step * 64, num_requests=num_rows, drafted=True)
+            table = self.profile.round_seconds(
+                batch_tokens, context=step * CONTEXT_STEP, num_requests=num_rows, drafted=True
+            )
             found = (np.asarray(table), np.searchsorted(_SIZE_ENDS, batch_tokens))
             if len(self._tables) >= MOST_TABLES:
                 self._tables.clear()
@@ -162,6 +174,10 @@ def shared_cost(target: "nn.Module", profile: "SPSProfile", *, do_sample: bool =
         if key not in costs:  # the cost holds the profile, so its id stays its own
             costs[key] = RoundCost(profile)
         return costs[key]
+
+
+def _step(context: float) -> int:
+    return round(context / CONTEXT_STEP)
 
 
 def _size(batch_tokens: int) -> int:
