@@ -138,7 +138,7 @@ def print_cell(kind, size, found):
 
 def summary(cells):
     """How `auto` fares over all cells: against plain decoding, and against the best fixed length of each (or none)."""
-    rows = [cell["methods"] for cell in cells if "auto" in cell["methods"]]
+    rows = [cell["methods"] for cell in cells]
     report = {"cells": len(rows), "auto_against_plain_least": min(row["auto"]["ratio"] for row in rows)}
     for name, kinds in {"best_fixed": ("fixed",), "best_fixed_or_none": ("fixed", "no drafts")}.items():
         best = [max((v["ratio"] for k, v in row.items() if k.startswith(kinds)), default=0) for row in rows]
@@ -206,6 +206,9 @@ def main():
     args = parser.parse_args()
     if args.read:
         cells = [cell for path in args.read for cell in json.loads(Path(path).read_text(encoding="utf-8"))["cells"]]
+        cells = [cell for cell in cells if "auto" in cell["methods"]]
+        if not cells:
+            parser.error("there is no cell with `auto` in these files, so there is nothing to draw or sum up")
         print(json.dumps(summary(cells)))
         if args.plot:
             plot(cells, args.plot)

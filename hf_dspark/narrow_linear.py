@@ -28,6 +28,7 @@ from torch.nn import functional as F  # TorchScript looks for it here, when it c
 MOST_TOKENS = 256  # from here on all ways are alike
 SMALLEST_WEIGHT = 1 << 16  # smaller layers are done before the choice is made
 
+_PLAIN = (nn.Parameter, torch.Tensor)  # subclasses may mean something else
 _ORIGINAL = "_hf_dspark_original"  # where the wrapper keeps what it wraps
 _ACTIVE: ContextVar[bool] = ContextVar("hf_dspark_narrow_linears", default=False)
 
@@ -61,7 +62,7 @@ def _switched_off() -> bool:
 def _has_onednn() -> bool:
     """Whether this build of torch has oneDNN's product of plain float32 tensors."""
     try:
-        ones = torch.ones(1, 1)
+        ones = torch.ones(1, 1, device="cpu", dtype=torch.float32)  # whatever the defaults are now
         return torch.backends.mkldnn.is_available() and bool((_onednn(ones, ones, None) == 1).all())
     except (AttributeError, NotImplementedError, RuntimeError, TypeError):
         return False
@@ -126,8 +127,9 @@ def narrow_linears(num_tokens: int) -> Iterator[None]:
     if not 0 < num_tokens < MOST_TOKENS or _switched_off():
         yield
         return
-    choices = _CHOICES.get(_size(num_tokens))
-    if choices and all(choice.way is _as_it_is for choice in choices.values()):  # nothing to gain
+    threads = torch.get_num_threads()
+    known = [choice for key, choice in list(_CHOICES.get(_size(num_tokens), {}).items()) if key[-1] == threads]
+    if known and all(choice.way is _as_it_is for choice in known):  # asking takes time, and there is nothing to gain
         yield
         return
     install_narrow_linear()
@@ -141,15 +143,17 @@ def narrow_linears(num_tokens: int) -> Iterator[None]:
 
 def linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`states [..., Din]` times the transposed `weight [Dout, Din]`, plus `bias [Dout]`."""
-    choice = _choice(states, weight)
+    choice = _choice(states, weight, bias)
     return _as_it_is(states, weight, bias) if choice is None else choice(states, weight, bias)
 
 
-def _choice(states: torch.Tensor, weight: torch.Tensor) -> Choice | None:
+def _choice(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Choice | None:
     """The choice for a product of few tokens and a large plain weight on a CPU; anything else takes the usual way."""
     if (
         weight.numel() < SMALLEST_WEIGHT
-        or type(weight) not in (nn.Parameter, torch.Tensor)
+        or bias is not None
+        and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype or not bias.is_contiguous())
+        or type(weight) not in _PLAIN
         or weight.device.type != "cpu"
         or weight.dtype != states.dtype
         or torch.is_autocast_enabled("cpu")
@@ -164,21 +168,31 @@ def _choice(states: torch.Tensor, weight: torch.Tensor) -> Choice | None:
 
 
 @torch.no_grad()
-def settle(model: nn.Module, most_tokens: int) -> None:
-    """Lets the layers of `model` choose now, for up to `most_tokens` tokens: work to come is not slowed by it then."""
+def settle(model: nn.Module, most_tokens: int, *, most_seconds: float = 10.0) -> None:
+    """
+    Lets the layers of a model choose now, so that work to come is not slowed by it.
+
+    Args:
+        model (`nn.Module`): Its plain linear layers choose.
+        most_tokens (`int`): For up to so many tokens, few first.
+        most_seconds (`float`, *optional*): What is not chosen by then is chosen at work.
+    """
     if _switched_off():
         return
+    deadline = time.perf_counter() + most_seconds
     alike: dict[tuple, list[nn.Linear]] = {}
     for module in model.modules():
-        if isinstance(module, nn.Linear):
-            alike.setdefault((module.weight.shape, module.weight.dtype), []).append(module)
+        if type(module).forward is nn.Linear.forward:  # no kind of its own, which may have no weight or another format
+            weight, shape = getattr(module, "weight", None), (module.out_features, module.in_features)
+            if weight is not None and type(weight) in _PLAIN and weight.is_floating_point() and weight.shape == shape:
+                alike.setdefault((shape, weight.dtype), []).append(module)
     for size in _SIZES[: _size(min(most_tokens, MOST_TOKENS - 1)) + 1]:
         for layers in alike.values():
             states = layers[0].weight.new_ones(min(size, MOST_TOKENS - 1), layers[0].in_features)
             # One layer after the other, so that weights come out of memory as they do in decoding.
             for layer in itertools.cycle(layers):
-                choice = _choice(states, layer.weight)
-                if choice is None or choice.way is not None:
+                choice = _choice(states, layer.weight, layer.bias)
+                if choice is None or choice.way is not None or time.perf_counter() > deadline:
                     break
                 choice(states, layer.weight, layer.bias)
 

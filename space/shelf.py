@@ -166,7 +166,7 @@ class Shelf:
             self._begin()
 
     def _start(self, pair: Pair, word: str, say: Say) -> Service:
-        say("getting an engine ready; the first time, how long steps take here is measured (about 15 seconds) …")
+        say("getting an engine ready; the first time, how long steps take here is measured (about 25 seconds) …")
         drafter = None if word == PLAIN else pair.drafter
         scheduler = None
         if drafter is not None:

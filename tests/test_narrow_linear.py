@@ -179,6 +179,70 @@ def test_layers_can_be_made_to_choose_beforehand(layer):
     assert len(narrow_linear._CHOICES) == len(narrow_linear._SIZES)
 
 
+class Packed(nn.Linear):
+    """A quantised layer as some libraries have it: without a `weight`, or with one that is no matrix of numbers."""
+
+    def __init__(self, weight=None):
+        super().__init__(IN, OUT)
+        del self.weight
+        if weight is not None:
+            self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, states):
+        raise AssertionError("nobody asked")
+
+
+def test_layers_of_other_kinds_are_left_out_beforehand(layer):
+    eight_bit = torch.zeros(OUT, IN, dtype=torch.int8)
+    kinds = [Packed(), Packed(eight_bit), nn.Linear(IN, OUT), nn.Linear(IN, OUT), nn.LazyLinear(OUT)]
+    kinds[2].weight = None
+    kinds[3].weight = nn.Parameter(eight_bit, requires_grad=False)
+    narrow_linear.settle(nn.Sequential(*kinds), 4)
+    assert not narrow_linear._CHOICES
+    narrow_linear.settle(nn.Sequential(*kinds, layer), 1)
+    assert len(narrow_linear._CHOICES[0]) == 1
+
+
+def test_choosing_beforehand_takes_no_longer_than_allowed(layer):
+    narrow_linear.settle(layer, 8, most_seconds=0.0)
+    assert all(choice.way is None for choices in narrow_linear._CHOICES.values() for choice in choices.values())
+
+
+@pytest.mark.parametrize(
+    "bias", [torch.randn(2 * OUT)[::2], torch.randn(1).expand(OUT), torch.randn(1)], ids=["strided", "expanded", "one"]
+)
+def test_an_unusual_bias_takes_the_usual_way(layer, bias):
+    layer.bias = None
+    with narrow_linears(8):
+        for _ in range(4 * Choice.RUNS):
+            expected = nn.functional.linear(states(1, 8), layer.weight, bias)
+            torch.testing.assert_close(narrow_linear.linear(states(1, 8), layer.weight, bias), expected)
+    assert not narrow_linear._CHOICES
+
+
+def test_other_numbers_of_threads_choose_for_themselves(layer, monkeypatch):
+    with narrow_linears(8):
+        layer(states(1, 8))
+    ((choice,),) = [choices.values() for choices in narrow_linear._CHOICES.values()]
+    choice.way = narrow_linear._as_it_is
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    with narrow_linears(8):
+        layer(states(1, 8))
+    ((_, other),) = [choices.values() for choices in narrow_linear._CHOICES.values()]
+    assert other is not choice and other.way is None
+
+
+def test_where_new_tensors_go_by_default_does_not_matter():
+    narrow_linear._has_onednn.cache_clear()
+    usual = narrow_linear._has_onednn()
+    narrow_linear._has_onednn.cache_clear()
+    try:
+        with torch.device("meta"):
+            assert narrow_linear._has_onednn() is usual
+    finally:
+        narrow_linear._has_onednn.cache_clear()
+
+
 def test_switched_off_nothing_is_chosen_beforehand(layer, monkeypatch):
     monkeypatch.setenv("HF_DSPARK_STOCK_LINEAR", "1")
     narrow_linear.settle(layer, 8)
