@@ -3,7 +3,8 @@
 A verification multiplies every weight with a handful of tokens. For such narrow products `x @ W.T`, `(W @ x.T).T` and
 oneDNN's own product differ by a factor of two and more, and which of them wins depends on the machine, the number of
 tokens and the shape. So within `narrow_linears` each shape is computed every way on its first calls, which are real
-work, and the fastest way is kept as long as the process lives, for this and similar numbers of tokens.
+work, and the fastest way is kept as long as the process lives, for this and similar numbers of tokens; [`settle`] has
+it chosen beforehand.
 
 Contract: results differ in rounding only, no weight is copied, and nothing changes outside of the scope or in other
 threads. As the clock chooses, runs repeat up to rounding only; HF_DSPARK_STOCK_LINEAR=1 switches it off, for runs that

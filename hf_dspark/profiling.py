@@ -1,9 +1,10 @@
 """Measures what decoding rounds take on this machine, for the scheduler: which shapes, how often, within which time.
 
 Contract: `profile_sps` runs the packed path on the device the target is on and returns an `SPSProfile` with its raw
-samples. Every point is run once to warm up; then all points are sampled in turn, round after round, so that a slow
-phase of the machine does not bend one point alone. Nothing is left on the models, and the user's random generators are
-not touched. `step_timing.py` runs the steps, `profile_cache.py` keeps profiles.
+samples. Linear layers choose how to multiply first. Every point is run once to warm up; then all points are sampled in
+turn, round after round, so that a slow phase of the machine does not bend one point alone. Nothing is left on the
+models, and the user's random generators are not touched. `step_timing.py` runs the steps, `profile_cache.py` keeps
+profiles.
 
 Source: https://huggingface.co/papers/2607.05147, section 3.2. Shape legend: B tokens of a verification, R rows, K
 drafts a block.
